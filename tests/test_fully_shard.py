@@ -1,9 +1,11 @@
-"""fully_shard: the unsharded model's training in every scenario and strategy, and what it refuses.
+"""fully_shard: its own options and methods in every strategy, the order of its streams, and what it refuses.
 
-Whatever a training loop may do is a scenario: a function that is run on the sharded model, on this rank's part of each
-batch, and on an unsharded twin in fp64, on the whole batch. Both must end with the same weights.
+What a loop may do with any system is in test_strategies. What only fully_shard has are the scenarios here: functions
+that are run on the sharded model, on this rank's part of each batch, and on an unsharded twin in fp64, on the whole
+batch. Both must end with the same weights.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from streams import Race, Simulator, subsets
+from test_strategies import FEATURES, Dense, Experts, Hybrid, StateSpace, full, loss_of, no_sync, plain
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -29,7 +32,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
 from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
@@ -43,76 +45,20 @@ from tkernels.layers.data_parallel.param_group import ParamGroup
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 from tkernels.testing.compare import assert_close_to, normal
 
-FEATURES = 8
 LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Dense(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(FEATURES)
-        self.up, self.down = nn.Linear(FEATURES, 37), nn.Linear(37, FEATURES)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class StateSpace(nn.Module):
-    """Shaped like a state-space layer: a gate, a decay, and no bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.out = nn.Linear(FEATURES, 32, bias=False), nn.Linear(16, FEATURES, bias=False)
-        self.decay = nn.Parameter(0.1 + 0.8 * torch.arange(16) / 15)
-
-    def forward(self, x):
-        values, gate = self.into(x).chunk(2, dim=-1)
-        return x + self.out(values * self.decay * torch.sigmoid(gate))
-
-
-class Experts(nn.Module):
-    """Fewer rows than ranks, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(FEATURES, 3)
-        self.weight = nn.Parameter(0.1 * torch.randn(3, FEATURES, FEATURES))
-        self.unused = nn.Parameter(torch.ones(1, 5))
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x):
-        share = self.router(x).softmax(-1)
-        return x + torch.einsum("be,bf,efg->bg", share, x, self.weight) * self.scale
-
-
 UNITS = (Dense, StateSpace, Experts, Dense, StateSpace)
-
-
-class Hybrid(nn.Module):
-    """Units of three shapes between two layers that belong to none."""
-
-    def __init__(self, kinds=UNITS):
-        super().__init__()
-        self.embed = nn.Linear(4, FEATURES)
-        self.layers = nn.ModuleList(kind() for kind in kinds)
-        self.head = nn.Linear(FEATURES, 3)
-        self.order, self.around = None, lambda layer, x: layer(x)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for i in self.order or range(len(self.layers)):
-            x = self.around(self.layers[i], x)
-        return self.head(x)
 
 
 def mesh_of(ctx) -> DeviceMesh:
     return init_device_mesh(ctx.device.type, (ctx.size,), mesh_dim_names=("dp",))
 
 
-def hybrid(ctx, seed=0, **options):
+def hybrid(ctx, seed=0, kinds=UNITS):
     torch.manual_seed(seed)
-    return Hybrid(**options).to(ctx.device)
+    return Hybrid(kinds).to(ctx.device)
 
 
 def shard(ctx, model, shard=fully_shard, **options):
@@ -137,14 +83,6 @@ def in_fp64(model):
 def own(ctx, x):
     """This rank's part of a batch."""
     return x.chunk(ctx.size)[ctx.rank]
-
-
-def loss_of(y):
-    return y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_same_weights(sharded, unsharded, terms=512):
@@ -184,6 +122,12 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.set_requires_gradient_sync(False)
+        yield
+        self.set_requires_gradient_sync(True)
+
 
 SCENARIOS = {}
 
@@ -197,124 +141,11 @@ def scenario(function=None, **options):
 
 
 @scenario
-def plain(run):
-    for x in run.data:
-        run.backward(x)
-        run.step()
-
-
-@scenario
-def clipped(run):
-    for x in run.data:
-        run.backward(x)
-        clip_grad_norm_(run.model.parameters(), 0.1)
-        run.step()
-
-
-@scenario
-def accumulated_locally(run):
-    for x in run.data:
-        first, second = x.chunk(2)
-        run.set_requires_gradient_sync(False)
-        run.backward(first)
-        run.set_requires_gradient_sync(True)
-        run.backward(second)
-        run.step()
-
-
-@scenario
-def accumulated_in_shards(run):
-    for x in run.data:
-        for half in x.chunk(2):
-            run.backward(half)
-        run.step()
-
-
-@scenario
 def accumulated_until_the_last_backward(run):
     for x in run.data:
         for i, half in enumerate(x.chunk(2)):
             run.set_is_last_backward(i == 1)
             run.backward(half)
-        run.step()
-
-
-@scenario
-def two_forwards_before_their_backwards(run):
-    for x in run.data:
-        losses = [loss_of(run.model(run.part(half))) for half in x.chunk(2)]
-        for loss in losses:
-            loss.backward()
-        run.step()
-
-
-@scenario
-def one_backward_of_two_forwards(run):
-    for x in run.data:
-        sum(loss_of(run.model(run.part(half))) for half in x.chunk(2)).backward()
-        run.step()
-
-
-@scenario
-def evaluated_between(run):
-    for x, mode in zip(run.data, (torch.no_grad, torch.inference_mode, torch.no_grad), strict=True):
-        with mode():
-            run.model(run.part(x))
-        run.backward(x)
-        run.step()
-        run.model(run.part(x))  # a forward whose backward nobody wants
-
-
-@scenario
-def reordered(run):
-    for x, order in zip(run.data, ((0, 1, 2, 3, 4), (1, 0, 4), (0, 0, 2, 1)), strict=True):
-        run.model.order = order
-        run.backward(x)
-        run.step()
-
-
-@scenario
-def checkpointed(run):
-    run.model.around = functools.partial(checkpoint, use_reentrant=False)
-    plain(run)
-
-
-@scenario
-def checkpointed_by_reentry(run):
-    run.model.around = functools.partial(checkpoint, use_reentrant=True)
-    plain(run)
-
-
-@scenario
-def failed_once(run):
-    for x in run.data:
-        y = run.model(run.part(x))
-        y.register_hook(lambda _: (_ for _ in ()).throw(KeyError("of the loss")))
-        with pytest.raises(KeyError):
-            loss_of(y).backward()
-        bad = [layer.register_forward_hook(_raise) for layer in run.model.layers[2:3]]
-        with pytest.raises(KeyError):
-            run.model(run.part(x))
-        bad[0].remove()
-        middle = run.model.layers[1].register_full_backward_hook(_raise)
-        with pytest.raises(KeyError):
-            run.backward(x)
-        middle.remove()
-        run.model.zero_grad()
-        run.backward(x)
-        run.step()
-
-
-def _raise(*_):
-    raise KeyError("of a hook")
-
-
-@scenario
-def frozen_in_turns(run):
-    for x, kind in zip(run.data, (Dense, Experts, StateSpace), strict=True):
-        for layer in run.model.layers:
-            layer.requires_grad_(not isinstance(layer, kind))
-        run.backward(x)
         run.step()
 
 
@@ -401,21 +232,6 @@ def changed_in_place(run):
     plain(run)
 
 
-class Tied(Dense):
-    def __init__(self):
-        super().__init__()
-        self.again = nn.Linear(FEATURES, 37)
-        self.again.weight = self.up.weight
-
-    def forward(self, x):
-        return super().forward(x) + self.again(x).mean(-1, keepdim=True)
-
-
-@scenario(kinds=(Tied, Dense, Tied))
-def tied(run):
-    plain(run)
-
-
 class Nested(Dense):
     def __init__(self):
         super().__init__()
@@ -439,7 +255,7 @@ def mixed_precision(run):
 @scenario(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 def reduced_in_bf16(run):
     run.optimizer.param_groups[0]["lr"] = 0.01
-    accumulated_locally(run)
+    no_sync(run)
 
 
 class Odd(Dense):
@@ -458,32 +274,6 @@ def several_dtypes(run):
     plain(run)
 
 
-@scenario
-def compiled(run):
-    if run.sharded:
-        for layer in run.model.layers:
-            layer.compile(backend="eager")
-    plain(run)
-
-
-@scenario
-def in_adamw(run):
-    run.optimizer = torch.optim.AdamW(run.model.parameters(), 0.01, foreach=True)
-    plain(run)
-
-
-@scenario
-def with_a_scaler(run):
-    scaler = torch.amp.GradScaler(run.model.embed.weight.device.type, init_scale=2.0**8)
-    for x in run.data:
-        scaler.scale(loss_of(run.model(run.part(x)))).backward()
-        scaler.unscale_(run.optimizer)
-        clip_grad_norm_(run.model.parameters(), 0.1)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-
-
 STRATEGIES = ["parameters", "gradients", "optimizer", "replicate"]
 # Through the interpreter, of all strategies but the first every third scenario is asked by default.
 CELLS = [
@@ -498,9 +288,9 @@ CELLS = [
 def test_fully_shard_trains_as_the_unsharded_model(ctx, strategy, name):
     function, options = SCENARIOS[name]
     options = dict(options)
-    kinds, policy = options.pop("kinds", None), options.pop("policy", MixedPrecisionPolicy())
+    kinds, policy = options.pop("kinds", UNITS), options.pop("policy", MixedPrecisionPolicy())
     inner = options.pop("inner", lambda layer: [])
-    model = hybrid(ctx, **({} if kinds is None else {"kinds": kinds}))
+    model = hybrid(ctx, kinds=kinds)
     unsharded = in_fp64(copy.deepcopy(model))
     for layer in model.layers:
         for part in inner(layer):
@@ -842,29 +632,13 @@ def test_fully_shard_reduces_in_pieces_that_a_workspace_holds():
         assert all(0 < 4 * ranks * (stop - start) <= layout.REDUCED_BYTES for start, stop in pieces)
 
 
-@pytest.mark.ranks(2, 4)
-def test_clip_grad_norm_is_that_of_the_whole_model(ctx):
-    model = hybrid(ctx)
-    twin = in_fp64(copy.deepcopy(model))
-    shard(ctx, model)
-    x = batches(ctx, 1)[0]
-    loss_of(model(own(ctx, x))).backward()
-    loss_of(twin(x)).backward()
-    norm, want = (clip_grad_norm_(each.parameters(), 0.1) for each in (model, twin))
-    torch.testing.assert_close(norm.full_tensor().double(), want)
-    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == (Shard(0),)
-        if other.grad is not None:
-            assert_close_to(full(parameter.grad), other.grad, terms=512)
-
-
 # Meta device, moves, methods
 
 
 @pytest.mark.ranks(2)
 def test_fully_shard_on_the_meta_device_is_initialized_in_place(ctx):
     with torch.device("meta"):
-        model = Hybrid()
+        model = Hybrid(UNITS)
     shard(ctx, model)
     assert all(parameter.is_meta for parameter in model.parameters())
     with pytest.raises(ValueError, match=r"embed.weight is on the meta device; call to_empty"):
@@ -1008,8 +782,8 @@ def test_fully_shard_over_replicas_of_shards_trains_as_the_unsharded_model(ctx):
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    accumulated_locally(Run(model, batches(ctx, 2), functools.partial(own, ctx), True))
-    accumulated_locally(Run(twin, batches(ctx, 2), lambda x: x, False))
+    no_sync(Run(model, batches(ctx, 2), functools.partial(own, ctx), True))
+    no_sync(Run(twin, batches(ctx, 2), lambda x: x, False))
     assert {parameter.placements for parameter in model.parameters()} == {(Replicate(), Shard(0))}
     assert_same_weights(model, twin)
 
@@ -1155,15 +929,12 @@ def test_fully_shard_lets_ranks_use_different_parameters_of_a_unit_and_of_the_ro
 
 
 @pytest.mark.ranks(2)
-def test_fully_shard_refuses_second_derivatives_and_outputs_that_hide_tensors(ctx):
+def test_fully_shard_refuses_outputs_that_hide_tensors(ctx):
     class Hiding(Dense):
         def forward(self, x):
             return types.SimpleNamespace(values=super().forward(x))
 
-    model, x = shard(ctx, hybrid(ctx)), torch.ones(4, 4, device=ctx.device, requires_grad=True)
-    (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.square().sum().backward()
+    x = torch.ones(4, 4, device=ctx.device)
     hiding = shard(ctx, hybrid(ctx, kinds=(Hiding,)))
     with pytest.raises(TypeError, match="unit layers.0 returns SimpleNamespace, in which no tensor is found"):
         hiding(x)
@@ -1194,16 +965,6 @@ def test_fully_shard_reaches_means_that_fp16_holds_where_it_does_not_hold_the_su
         fully_shard(layer, mesh=mesh_of(ctx), mp_policy=policy)
         (layer(x) * 200.0).sum().backward()
         assert (layer.weight.grad.full_tensor() == 40000).all()
-
-
-@pytest.mark.ranks(2)
-def test_fully_shard_refuses_a_backward_from_before_a_step_as_torch_does(ctx):
-    model, x = shard(ctx, hybrid(ctx)), own(ctx, batches(ctx, 1)[0])
-    losses = [loss_of(model(x)) for _ in range(2)]
-    losses[0].backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        losses[1].backward()
 
 
 # The face
