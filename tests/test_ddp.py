@@ -289,25 +289,25 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
 @pytest.mark.ranks(2)
 @every_backend
 @every_mode
-def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mode):
+def test_overlapped_ddp_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mode):
     check_awkward_gradients(ctx, backend, mode, overlap=True)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [ALL_REDUCED, TWO_INSTANCES], ids=["all-reduced", "two"])
-def test_awkward_gradients_without_overlap(ctx, mode):
+def test_overlapped_ddp_awkward_gradients_without_overlap(ctx, mode):
     check_awkward_gradients(ctx, "tkernels", mode, overlap=False)
 
 
 @pytest.mark.ranks(4)
 @every_backend
-def test_awkward_gradients_in_two_instances_of_two_ranks(ctx, backend):
+def test_overlapped_ddp_awkward_gradients_in_two_instances_of_two_ranks(ctx, backend):
     check_awkward_gradients(ctx, backend, TWO_INSTANCES, overlap=True)
 
 
 @pytest.mark.ranks(2)
 @every_backend
-def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, backend, monkeypatch):
+def test_overlapped_ddp_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, backend, monkeypatch):
     model = Awkward(ctx.device)
     plain = copy.deepcopy(model)
     ddp = OverlappedDDP(model, mesh=ctx, bucket_size=150, backend=backend, average=False)
@@ -329,7 +329,7 @@ def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, b
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_fails_can_be_begun_again(ctx):
+def test_overlapped_ddp_a_step_that_fails_can_be_begun_again(ctx):
     model = nn.Linear(8, 8, bias=False).to(ctx.device)
     model.weight.data.fill_(1.0)
     ddp = OverlappedDDP(model, mesh=ctx, average=False)
@@ -357,7 +357,7 @@ def test_a_step_that_fails_can_be_begun_again(ctx):
 
 @pytest.mark.ranks(2)
 @every_mode
-def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
+def test_overlapped_ddp_a_second_wrapper_takes_the_parameters_over(ctx, mode):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
     for seed, parameter in enumerate(model.parameters()):
         parameter.data.copy_(integers(parameter.shape, torch.float32, seed))
@@ -384,7 +384,7 @@ def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_from_before_the_wrapper_is_the_first_to_accumulate(ctx):
+def test_overlapped_ddp_a_gradient_from_before_the_wrapper_is_the_first_to_accumulate(ctx):
     model = nn.Linear(4, 4, bias=False).to(ctx.device)
     model.weight.data.fill_(1.0)
     x = torch.full((1, 4), ctx.rank + 1.0, device=ctx.device)
@@ -562,7 +562,7 @@ def test_overlapped_ddp_refuses_changes_of_a_shard_of_what_no_sync_has_accumulat
 
 
 @pytest.mark.ranks(2)
-def test_loops_that_would_train_nothing_are_told_of(ctx):
+def test_overlapped_ddp_loops_that_would_train_nothing_are_told_of(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
@@ -591,7 +591,7 @@ def test_overlapped_ddp_refuses_assigned_state_dicts(ctx, mode):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
-def test_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx, mode):
+def test_overlapped_ddp_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx, mode):
     model = nn.Linear(4, 4).to(ctx.device)
     with torch.no_grad():
         [parameter.fill_(1.0) for parameter in model.parameters()]
@@ -657,7 +657,7 @@ def test_overlapped_ddp_refuses_a_backward_that_creates_a_graph(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_fit_is_refused_on_every_rank(ctx):
+def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -707,7 +707,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("writes", ["seen", "unseen"])
-def test_a_forward_before_the_update_changes_no_result(ctx, writes):
+def test_overlapped_ddp_a_forward_before_the_update_changes_no_result(ctx, writes):
     """Also where the optimizer writes to `.data`, of which torch counts no writes."""
     want = None
     for evaluates in (False, True):
@@ -741,7 +741,7 @@ def test_a_forward_before_the_update_changes_no_result(ctx, writes):
 
 
 @pytest.mark.ranks(2)
-def test_a_state_dict_has_gathered_parameters_or_is_refused(ctx):
+def test_overlapped_ddp_a_state_dict_has_gathered_parameters_or_is_refused(ctx):
     for module in (nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 5))):
         with torch.no_grad():
             for parameter in module.parameters():
@@ -891,7 +891,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_reduction_comes_after_the_hooks_of_all_streams(form):
+def test_overlapped_ddp_a_reduction_comes_after_the_hooks_of_all_streams(form):
     reduce, races = FORMS[form]
     right = []
     for starved in subsets(("one", "two", "main", "comm")):
@@ -907,7 +907,7 @@ def test_a_reduction_comes_after_the_hooks_of_all_streams(form):
     assert all(right) == (races == 0)
 
 
-def test_the_order_of_hooks_and_fused_kernels_does_not_matter():
+def test_overlapped_ddp_the_order_of_hooks_and_fused_kernels_does_not_matter():
     for starved in subsets(("one", "two", "main", "comm")):
         simulated = Simulated()
         sim, ddp = simulated.sim, simulated.ddp
@@ -969,7 +969,7 @@ def test_grad_ready_hooks_order_the_reduction_behind_a_kernel_that_only_sets_its
     assert all(right) == (form == "the hook's stream")
 
 
-def test_micro_batches_on_different_streams_add_up():
+def test_overlapped_ddp_micro_batches_on_different_streams_add_up():
     for starved in subsets(("one", "two", "main", "comm")):
         simulated = Simulated()
         sim, ddp = simulated.sim, simulated.ddp
@@ -986,7 +986,7 @@ def test_micro_batches_on_different_streams_add_up():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
+def test_overlapped_ddp_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
     ddp = Simulated(overlap_grad_reduce=overlap).ddp
     with ddp.no_sync():
         with ddp.no_sync():
@@ -995,7 +995,7 @@ def test_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
     assert ddp.hooks.counting == overlap
 
 
-def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
+def test_overlapped_ddp_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
     simulated, gathered, gather = Simulated(**SHARDED), [], Values.gather
     sim, ddp = simulated.sim, simulated.ddp
     state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
@@ -1020,7 +1020,9 @@ def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
-def test_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_overlaps(mode, monkeypatch):
+def test_overlapped_ddp_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_overlaps(
+    mode, monkeypatch
+):
     simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], Values.gather
     sim, ddp = simulated.sim, simulated.ddp
     monkeypatch.setattr(Values, "gather", lambda bucket: gather(bucket) or gathered.extend(bucket.parameters))
@@ -1034,7 +1036,7 @@ def test_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_o
     assert bool(sim.races) == (mode is GATHERED_LATE)
 
 
-def test_backward_orders_its_stream_and_finish_the_one_that_it_is_given_and_no_other():
+def test_overlapped_ddp_backward_orders_its_stream_and_finish_the_one_that_it_is_given_and_no_other():
     for reader, races in (("one", False), ("two", False), ("main", True)):
         simulated = Simulated()
         sim, ddp = simulated.sim, simulated.ddp
@@ -1047,7 +1049,7 @@ def test_backward_orders_its_stream_and_finish_the_one_that_it_is_given_and_no_o
         assert bool(sim.races) == races
 
 
-def test_gradients_are_zeroed_after_the_optimizer_has_read_them():
+def test_overlapped_ddp_gradients_are_zeroed_after_the_optimizer_has_read_them():
     for starved in subsets(("one", "two", "main", "comm")):
         simulated = Simulated()
         sim, ddp = simulated.sim, simulated.ddp
@@ -1063,7 +1065,7 @@ def test_gradients_are_zeroed_after_the_optimizer_has_read_them():
 
 
 @pytest.mark.parametrize("form", ["lease", "tail of the stream"])
-def test_a_bucket_is_reduced_while_backward_goes_on(form):
+def test_overlapped_ddp_a_bucket_is_reduced_while_backward_goes_on(form):
     """Backward is held up wherever it can be: what the comm stream does meanwhile is overlapped."""
     overlapped = form == "lease"
     simulated = Simulated(bucket_size=64, overlap_grad_reduce=overlapped)
@@ -1079,7 +1081,7 @@ def test_a_bucket_is_reduced_while_backward_goes_on(form):
     assert len(adds) == 2 and (sim.log.index("all_reduce") < adds[1]) == overlapped
 
 
-def test_one_stream_of_hooks_costs_one_wait_a_bucket():
+def test_overlapped_ddp_one_stream_of_hooks_costs_one_wait_a_bucket():
     simulated = Simulated(bucket_size=64)
     sim, ddp = simulated.sim, simulated.ddp
     for _ in range(2):
@@ -1129,7 +1131,7 @@ def update(simulated, amount):
 
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE, TWO_INSTANCES], ids=["sharded", "gathered-late", "two"])
-def test_parameters_are_read_after_their_gather_and_gathered_after_they_were_read(mode, asks):
+def test_overlapped_ddp_parameters_are_read_after_their_gather_and_gathered_after_they_were_read(mode, asks):
     """`asks`: a stream that reads a parameter outside of its module says so; it races if not."""
     right = []
     for starved in subsets(("one", "two", "main", "comm")):
@@ -1152,7 +1154,7 @@ def test_parameters_are_read_after_their_gather_and_gathered_after_they_were_rea
     assert all(right) == asks
 
 
-def test_both_levels_of_a_reduction_are_in_order_on_the_comm_stream():
+def test_overlapped_ddp_both_levels_of_a_reduction_are_in_order_on_the_comm_stream():
     simulated = Simulated(**TWO_INSTANCES)
     with simulated.sim:
         simulated.step()
@@ -1178,7 +1180,7 @@ def updated(**options):
     return simulated
 
 
-def test_readiness_waits_once_for_each_bucket_and_stream():
+def test_ensure_params_ready_waits_once_for_each_bucket_and_stream():
     simulated = updated()
     sim, (a, b) = simulated.sim, (simulated.a.weight, simulated.b.weight)
     with sim:
@@ -1195,7 +1197,7 @@ def test_readiness_waits_once_for_each_bucket_and_stream():
     sim.check()
 
 
-def test_all_parameters_in_one_bucket_are_one_wait():
+def test_overlapped_ddp_all_parameters_in_one_bucket_are_one_wait():
     simulated = Simulated(**GATHERED_LATE)
     with simulated.sim:
         simulated.step()
@@ -1206,7 +1208,7 @@ def test_all_parameters_in_one_bucket_are_one_wait():
     assert simulated.sim.waits == 1
 
 
-def test_readiness_starts_nothing_and_refuses_parameters_that_were_not_gathered():
+def test_ensure_params_ready_starts_nothing_and_refuses_parameters_that_were_not_gathered():
     simulated = Simulated(**GATHERED_LATE)
     with simulated.sim:
         simulated.step()
@@ -1218,7 +1220,7 @@ def test_readiness_starts_nothing_and_refuses_parameters_that_were_not_gathered(
     assert "all_gather" not in simulated.sim.log
 
 
-def test_the_wrapper_itself_starts_the_gather():
+def test_overlapped_ddp_the_wrapper_itself_starts_the_gather():
     class Both(nn.Sequential):
         pass
 
@@ -1239,7 +1241,7 @@ def test_the_wrapper_itself_starts_the_gather():
     assert len(gathers) == 2
 
 
-def test_a_state_dict_is_loaded_after_the_gather_that_is_under_way():
+def test_overlapped_ddp_a_state_dict_is_loaded_after_the_gather_that_is_under_way():
     simulated = updated()
     sim, ddp = simulated.sim, simulated.ddp
     with sim:
@@ -1249,7 +1251,7 @@ def test_a_state_dict_is_loaded_after_the_gather_that_is_under_way():
     sim.check()
 
 
-def test_parameters_keep_no_wrapper_alive():
+def test_overlapped_ddp_parameters_keep_no_wrapper_alive():
     simulated = updated()
     a, sim = simulated.a, simulated.sim
     simulated.sim.run()
@@ -1262,7 +1264,7 @@ def test_parameters_keep_no_wrapper_alive():
     assert sim.waits == 0
 
 
-def test_readiness_is_nothing_once_the_wrapper_is_removed():
+def test_ensure_params_ready_is_nothing_once_the_wrapper_is_removed():
     simulated = updated()
     sim = simulated.sim
     with sim:
@@ -1276,7 +1278,7 @@ def test_readiness_is_nothing_once_the_wrapper_is_removed():
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_a_capture_waits_for_nothing_of_outside(settled, monkeypatch):
+def test_overlapped_ddp_a_capture_waits_for_nothing_of_outside(settled, monkeypatch):
     """At its edge all is joined; without that, a gather of outside is refused, since no graph could wait for it."""
     simulated = updated()
     sim, ddp = simulated.sim, simulated.ddp
@@ -1318,7 +1320,7 @@ class SimulatedGraph:
 
 @pytest.mark.parametrize("usual", [True, False], ids=["usual", "explicit"])
 @pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED, TWO_INSTANCES], ids=["all-reduced", "sharded", "two"])
-def test_steps_are_captured_between_eager_ones(mode, usual, monkeypatch):
+def test_overlapped_ddp_steps_are_captured_between_eager_ones(mode, usual, monkeypatch):
     """No wait crosses an edge of the capture: the lifetime core refuses those."""
     simulated = Simulated(bucket_size=64, **mode)
     sim, ddp = simulated.sim, simulated.ddp
@@ -1362,7 +1364,7 @@ def test_steps_are_captured_between_eager_ones(mode, usual, monkeypatch):
     sim.check()
 
 
-def test_a_capture_that_fails_leaves_nothing_begun(monkeypatch):
+def test_overlapped_ddp_a_capture_that_fails_leaves_nothing_begun(monkeypatch):
     simulated = Simulated(bucket_size=64, **SHARDED)
     sim, ddp = simulated.sim, simulated.ddp
     graph = SimulatedGraph(sim, monkeypatch)
@@ -1426,7 +1428,7 @@ def wrapped_on_a_side_stream(ctx, backend, **options):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("iterations, cycles", MANY, ids=["sleep", "many"])
-def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
+def test_overlapped_ddp_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
     model, ddp = wrapped_on_a_side_stream(ctx, backend)
     reference, plain = wrapped_on_a_side_stream(ctx, backend, overlap_grad_reduce=False)
     for iteration in range(iterations):
@@ -1448,7 +1450,7 @@ def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backend, form, late):
+def test_overlapped_ddp_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backend, form, late):
     """The stream of the first hook is late, or that of the last one."""
     reduce, races = FORMS[form]
     model, ddp = wrapped_on_a_side_stream(ctx, backend)
@@ -1471,7 +1473,7 @@ def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backe
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("told", ["where launched", "after launch", "by the hook"])
 @pytest.mark.parametrize("deferred", [False, True])
-def test_late_fused_gradients_are_waited_for(ctx, backend, told, deferred):
+def test_overlapped_ddp_late_fused_gradients_are_waited_for(ctx, backend, told, deferred):
     """Readiness is where the kernel is launched; "by the hook" takes the hook's stream for the kernel's, and fails."""
     layer = FusedLinear(64, told=told, deferred=deferred).to(ctx.device)
     layer.weight.data.fill_(1.0)
@@ -1495,7 +1497,7 @@ def test_late_fused_gradients_are_waited_for(ctx, backend, told, deferred):
 
 @gpu_only
 @pytest.mark.ranks(2)
-def test_a_hook_runs_where_its_node_was_made(ctx):
+def test_overlapped_ddp_a_hook_runs_where_its_node_was_made(ctx):
     """And wherever it was registered; the nodes that we don't keep are made by each forward."""
     main, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     seen = []
@@ -1541,7 +1543,7 @@ def test_a_hook_runs_where_its_node_was_made(ctx):
 @gpu_only
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
-def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
+def test_overlapped_ddp_backward_goes_on_while_a_reduction_is_open(ctx, backend):
     """The comm stream is held up; what overlaps has finished before it."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(ctx.device)
     with torch.no_grad():
@@ -1573,7 +1575,7 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @every_mode
-def test_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx, backend, mode):
+def test_overlapped_ddp_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx, backend, mode):
     ctx = tkernels.init(ctx.group.process_group, heap_bytes=256 << 20)  # what a graph was captured with is never freed
 
     def training_of(seed):

@@ -110,7 +110,7 @@ def simulate(form, num_producers, fills=4):
 
 
 @pytest.mark.parametrize("num_producers", [1, 2, 3])
-def test_every_timing_gives_the_right_sums(num_producers):
+def test_grad_bucket_every_timing_gives_the_right_sums(num_producers):
     streams = ["main", "comm", *(f"producer{i}" for i in range(num_producers))]
     for starved in subsets(streams):
         sim, results = simulate(GradBucket, num_producers)
@@ -121,7 +121,7 @@ def test_every_timing_gives_the_right_sums(num_producers):
 
 
 @pytest.mark.parametrize("num_producers", [2, 3])
-def test_the_current_stream_alone_is_not_enough(num_producers):
+def test_grad_bucket_the_current_stream_alone_is_not_enough(num_producers):
     sim, results = simulate(CurrentStreamOnly, num_producers)
     kinds = {race.modes for race in sim.races}
     assert "wr" in kinds  # a copy that the reduction doesn't wait for
@@ -130,7 +130,7 @@ def test_the_current_stream_alone_is_not_enough(num_producers):
 
 
 @pytest.mark.parametrize("num_producers", [2, 3])
-def test_all_producers_one_way_leaves_the_way_back(num_producers):
+def test_grad_bucket_all_producers_one_way_leaves_the_way_back(num_producers):
     sim, results = simulate(AllProducersOneWay, num_producers)
     assert {race.modes for race in sim.races} == {"rw"}  # a reduction reads what the next tenant overwrites
     sim.run(starve=["comm"])
@@ -142,7 +142,7 @@ def order(sim, first, second):
 
 
 @pytest.mark.parametrize("form, overlaps", [(GradBucket, True), (Serialised, False)])
-def test_the_second_fill_does_not_wait_for_the_first_reduction(form, overlaps):
+def test_grad_bucket_the_second_fill_does_not_wait_for_the_first_reduction(form, overlaps):
     sim, _ = simulate(form, 2)
     sim.check()
     sim.run(starve=["comm"])
@@ -151,7 +151,7 @@ def test_the_second_fill_does_not_wait_for_the_first_reduction(form, overlaps):
     assert order(sim, "deliver 0", "reduce 1")
 
 
-def test_a_buffer_is_overwritten_after_the_last_reader_and_not_after_later_ones():
+def test_grad_bucket_a_buffer_is_overwritten_after_the_last_reader_and_not_after_later_ones():
     """Fill 2 takes the buffer of fill 0: it waits for `deliver 0`, and not for reduction 1, which is queued behind."""
     sim, _ = simulate(GradBucket, 2)
     sim.run(starve=["comm"])
@@ -208,7 +208,7 @@ def bucket_of(dev, capacity=16, **options):
     return GradBucket(capacity, torch.float32, dev=dev, **options)
 
 
-def test_the_comm_stream_waits_once_for_each_producer(fake):
+def test_grad_bucket_the_comm_stream_waits_once_for_each_producer(fake):
     bucket = bucket_of(fake)
     streams = [FakeStream(fake, f"s{i}") for i in range(3)]
     for stream in (*streams, *streams):
@@ -219,7 +219,7 @@ def test_the_comm_stream_waits_once_for_each_producer(fake):
     assert [stream.waits for stream in streams] == [["main"]] * 3  # where the buffer was made; once each
 
 
-def test_one_stream_waits_as_often_as_with_waits_written_by_hand(fake):
+def test_grad_bucket_one_stream_waits_as_often_as_with_waits_written_by_hand(fake):
     """Once there and, from the third fill on, once back, for each fill."""
     bucket = bucket_of(fake)
     for _ in range(6):
@@ -234,7 +234,7 @@ def test_one_stream_waits_as_often_as_with_waits_written_by_hand(fake):
     assert fake.main.waits == ["comm"] * 5
 
 
-def test_without_a_comm_stream_nobody_waits(fake):
+def test_grad_bucket_without_a_comm_stream_nobody_waits(fake):
     bucket = bucket_of(fake, comm_stream=None)
     for _ in range(3):
         bucket.add(torch.zeros(16), torch.ones(16))
@@ -242,7 +242,7 @@ def test_without_a_comm_stream_nobody_waits(fake):
     assert fake.main.waits == []
 
 
-def test_a_large_gradient_is_waited_for_on_its_own_stream(fake):
+def test_grad_bucket_a_large_gradient_is_waited_for_on_its_own_stream(fake):
     bucket, other = bucket_of(fake), FakeStream(fake, "other")
     with fake.stream(other):
         bucket.add(torch.zeros(17), torch.ones(17))
@@ -270,7 +270,7 @@ def grad(numel, value=1.0):
     return torch.zeros(numel), torch.full((numel,), float(value))
 
 
-def test_a_fill_ends_where_the_next_gradient_has_no_room():
+def test_grad_bucket_a_fill_ends_where_the_next_gradient_has_no_room():
     bucket, fills = recorded()
     for value, numel in enumerate([8, 8, 1, 15, 2]):  # two exact fits
         bucket.add(*grad(numel, value))
@@ -281,7 +281,7 @@ def test_a_fill_ends_where_the_next_gradient_has_no_room():
     assert len(fills) == 3  # nothing twice, and no empty fill
 
 
-def test_the_turn_survives_finish():
+def test_grad_bucket_the_turn_survives_finish():
     """A buffer that was reduced last is not the next to be filled, however the step before ended."""
     bucket, fills = recorded()
     for _ in range(5):
@@ -292,7 +292,7 @@ def test_the_turn_survives_finish():
     assert addresses[0] != addresses[1]
 
 
-def test_a_gradient_of_exactly_the_capacity_is_copied_and_a_larger_one_is_its_own_buffer():
+def test_grad_bucket_a_gradient_of_exactly_the_capacity_is_copied_and_a_larger_one_is_its_own_buffer():
     bucket, fills = recorded()
     fits, larger = grad(16, 2), grad(17, 3)
     bucket.add(*fits)
@@ -305,20 +305,20 @@ def test_a_gradient_of_exactly_the_capacity_is_copied_and_a_larger_one_is_its_ow
     assert fills[0][0] != fills[2][0]  # a large one takes nobody's turn
 
 
-def test_a_large_gradient_of_another_dtype_is_converted():
+def test_grad_bucket_a_large_gradient_of_another_dtype_is_converted():
     bucket, fills = recorded()
     bucket.add(torch.zeros(17), torch.ones(17, dtype=torch.bfloat16))
     assert fills[0][1] == [1.0] * 17
 
 
-def test_empty_parameters_take_no_room():
+def test_grad_bucket_empty_parameters_take_no_room():
     bucket, fills = recorded()
     assert bucket.add(*grad(0)).numel() == 0
     bucket.finish()
     assert fills == []
 
 
-def test_no_gradient_counts_as_zeros():
+def test_grad_bucket_no_gradient_counts_as_zeros():
     bucket, fills = recorded(copies=1)
     bucket.add(*grad(4, 7))
     bucket.flush()
@@ -328,7 +328,7 @@ def test_no_gradient_counts_as_zeros():
     assert [fill[1] for fill in fills[1:]] == [[0.0] * 2, [0.0] * 18]
 
 
-def test_a_second_gradient_of_a_parameter_is_added():
+def test_grad_bucket_a_second_gradient_of_a_parameter_is_added():
     bucket, fills = recorded()
     parameter, first = grad(4, 1)
     bucket.add(parameter, first)
@@ -338,7 +338,7 @@ def test_a_second_gradient_of_a_parameter_is_added():
     assert fills[0][1] == [3.0] * 4 + [5.0] * 4
 
 
-def test_a_gradient_that_is_its_slice_is_not_copied():
+def test_grad_bucket_a_gradient_that_is_its_slice_is_not_copied():
     bucket, fills = recorded()
     parameter = torch.zeros(2, 2)
     with bucket.write(parameter) as view:
@@ -350,7 +350,7 @@ def test_a_gradient_that_is_its_slice_is_not_copied():
 
 
 @pytest.mark.parametrize("starved", subsets(["main", "first", "second", "comm"]))
-def test_streams_that_accumulate_into_one_slice_are_ordered(starved):
+def test_grad_bucket_streams_that_accumulate_into_one_slice_are_ordered(starved):
     """Micro-batches on two streams: autograd's copy, a kernel that adds, and a slice that is its own gradient."""
     sim = Simulator()
     first, second, comm = (sim.Stream(name) for name in ("first", "second", "comm"))
@@ -374,7 +374,7 @@ def test_streams_that_accumulate_into_one_slice_are_ordered(starved):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("starved", subsets(["main", "producer", "comm"]))
-def test_large_gradients_are_held_until_they_are_reduced(starved, fails):
+def test_grad_bucket_large_gradients_are_held_until_they_are_reduced(starved, fails):
     """The caller drops each at once; its memory must not be reused while the comm stream reads it."""
     sim = Simulator()
     producer, comm = sim.Stream("producer"), sim.Stream("comm")
@@ -397,7 +397,7 @@ def test_large_gradients_are_held_until_they_are_reduced(starved, fails):
     assert [total.tolist() for total in totals] == [[float(value)] * 8 for value in range(6)]
 
 
-def test_the_average_is_of_what_the_reduction_returned():
+def test_grad_bucket_the_average_is_of_what_the_reduction_returned():
     bucket, fills = recorded(
         ranks=4, reduce=lambda flat: flat[:2] * 4, deliver=lambda got, _: fills.append(got.tolist())
     )
@@ -421,7 +421,7 @@ def test_grad_bucket_flushes_no_part_of_its_gradients_and_takes_whole_numbers_an
             GradBucket(8, dtype, ranks=ranks, reduce=lambda flat: flat)
 
 
-def test_what_cannot_be_summed_is_refused():
+def test_grad_bucket_what_cannot_be_summed_is_refused():
     bucket, _ = recorded()
     with pytest.raises(TypeError, match="sparse=False"):
         bucket.add(torch.zeros(2, 2), torch.eye(2).to_sparse())
@@ -437,7 +437,7 @@ def test_what_cannot_be_summed_is_refused():
         GradBucket(4, torch.complex64, ranks=1, reduce=None)
 
 
-def test_a_fill_is_not_reduced_while_a_kernel_writes_it():
+def test_grad_bucket_a_fill_is_not_reduced_while_a_kernel_writes_it():
     bucket, _ = recorded()
     with bucket.write(torch.zeros(2)), pytest.raises(LeaseError, match="write"):
         bucket.flush()
@@ -470,7 +470,7 @@ def summed(ctx, backend, *gradients):
 @pytest.mark.parametrize(
     "form, iterations, milliseconds", [*((GradBucket, *case) for case in SLEEPS), (CurrentStreamOnly, *SLEEPS[0])]
 )
-def test_the_reduction_waits_for_hooks_on_two_streams(ctx, backend, form, iterations, milliseconds):
+def test_grad_bucket_the_reduction_waits_for_hooks_on_two_streams(ctx, backend, form, iterations, milliseconds):
     """Two forward streams, hence two hook streams: the first hook is held up, the second one flushes at once."""
     main, comm = torch.cuda.current_stream(), torch.cuda.Stream()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -525,7 +525,7 @@ def test_the_reduction_waits_for_hooks_on_two_streams(ctx, backend, form, iterat
 @pytest.mark.parametrize(
     "form, iterations, milliseconds", [*((GradBucket, *case) for case in SLEEPS), (AllProducersOneWay, *SLEEPS[0])]
 )
-def test_a_buffer_is_not_overwritten_before_its_reduction(ctx, backend, form, iterations, milliseconds):
+def test_grad_bucket_a_buffer_is_not_overwritten_before_its_reduction(ctx, backend, form, iterations, milliseconds):
     """Each reduction is held up, while two streams fill two buffers four times."""
     main, comm = torch.cuda.current_stream(), torch.cuda.Stream()
     streams, fills = [torch.cuda.Stream(), torch.cuda.Stream()], 4

@@ -55,7 +55,7 @@ class Model:
         return "".join(early), "".join(seen)
 
 
-def test_the_first_pass_counts_and_later_ones_report_in_the_order_of_the_buckets():
+def test_grad_ready_hooks_the_first_pass_counts_and_later_ones_report_in_the_order_of_the_buckets():
     model = Model("abc", "112")
     assert model.hooks.expected is None
     assert model.run_pass(model.a * model.b * model.c) == ("", "12")
@@ -83,7 +83,7 @@ def test_grad_ready_hooks_wait_for_a_parameter_without_a_gradient_so_far_and_war
     assert model.hooks.expected == {"a": 1, "b": 1, "c": 1} and model.b.main_grad.tolist() == [1.0] * 2
 
 
-def test_uses_in_one_graph_are_one_gradient_and_uses_in_two_are_two():
+def test_grad_ready_hooks_uses_in_one_graph_are_one_gradient_and_uses_in_two_are_two():
     model = Model("ab", "12")
     twice = lambda: model.a * model.b * model.a  # noqa: E731
     model.run_pass(twice())
@@ -97,7 +97,7 @@ def test_uses_in_one_graph_are_one_gradient_and_uses_in_two_are_two():
     assert model.seen == []  # one of two
 
 
-def test_a_checkpoint_produces_inside_a_nested_backward():
+def test_grad_ready_hooks_a_checkpoint_produces_inside_a_nested_backward():
     model = Model("ab", "12")
 
     def layer(x):
@@ -113,7 +113,7 @@ def test_a_checkpoint_produces_inside_a_nested_backward():
     assert model.a.main_grad.tolist() == [2 * (2 * 2 * 2.0)] * 2
 
 
-def test_a_graph_that_lost_a_parameter_waits_for_the_end_and_warns_once():
+def test_grad_ready_hooks_a_graph_that_lost_a_parameter_waits_for_the_end_and_warns_once():
     model = Model("abc", "123")
     model.run_pass(model.a * model.b * model.c)
     with pytest.warns(UserWarning, match=r"b and 0 more .* or fewer than in earlier .* relearn\(\)"):
@@ -128,7 +128,7 @@ def test_a_graph_that_lost_a_parameter_waits_for_the_end_and_warns_once():
     assert model.run_pass(model.a * model.c) == ("1", "123")
 
 
-def test_a_pass_without_a_gradient_teaches_nothing():
+def test_grad_ready_hooks_a_pass_without_a_gradient_teaches_nothing():
     model = Model("ab", "12")
     assert model.run_pass() == ("", "12") and model.hooks.expected is None
     model.run_pass(model.a * model.b)
@@ -138,7 +138,7 @@ def test_a_pass_without_a_gradient_teaches_nothing():
     assert model.hooks.expected == {"a": 1, "b": 1}
 
 
-def test_a_gradient_after_its_bucket_was_handed_on_is_refused():
+def test_grad_ready_hooks_a_gradient_after_its_bucket_was_handed_on_is_refused():
     model = Model("abc", "112")
     model.run_pass(model.a * model.b * model.c)
     (model.a * model.b * model.c).sum().backward()
@@ -149,7 +149,7 @@ def test_a_gradient_after_its_bucket_was_handed_on_is_refused():
         model.c.sum().backward()
 
 
-def test_accumulated_passes_are_not_counted():
+def test_grad_ready_hooks_accumulated_passes_are_not_counted():
     model = Model("ab", "12")
     for early in ("", "12"):
         model.hooks.counting = False
@@ -160,7 +160,7 @@ def test_accumulated_passes_are_not_counted():
     assert model.a.main_grad.tolist() == [8.0] * 2
 
 
-def test_retain_graph_is_two_gradients():
+def test_grad_ready_hooks_retain_graph_is_two_gradients():
     model = Model("a", "1")
     for early in ("", "1"):
         loss = (model.a * 3).sum()
@@ -184,7 +184,7 @@ class NoGradient(torch.autograd.Function):
         return grad, None, None
 
 
-def test_a_hook_without_a_gradient_is_no_production():
+def test_grad_ready_hooks_a_hook_without_a_gradient_is_no_production():
     model = Model("ab", "12")
     fired = []
     model.a.register_post_accumulate_grad_hook(lambda param: fired.append(param.grad))
@@ -216,7 +216,7 @@ def fused_with_a_placeholder(param):
 
 
 @pytest.mark.parametrize("kernel", [fused, fused_and_marked, only_marked, fused_with_a_placeholder])
-def test_a_fused_gradient_counts_once_where_it_is_launched(kernel):
+def test_grad_ready_hooks_a_fused_gradient_counts_once_where_it_is_launched(kernel):
     model = Model("ab", "12")
     for early in ("", "12"):
         assert model.run_pass(NoGradient.apply(model.b, model.a, kernel)) == (early, "12")
@@ -230,7 +230,7 @@ def by_autograd(param):
 
 
 @pytest.mark.parametrize("first", [by_autograd, fused_and_marked, only_marked])
-def test_a_mark_after_another_gradient_of_the_pass_is_a_gradient_too(first):
+def test_grad_ready_hooks_a_mark_after_another_gradient_of_the_pass_is_a_gradient_too(first):
     model = Model("ab", "12")
     for early in ("", "12"):
         (by_autograd(model.a) if first is by_autograd else NoGradient.apply(model.b, model.a, first)).sum().backward()
@@ -238,7 +238,7 @@ def test_a_mark_after_another_gradient_of_the_pass_is_a_gradient_too(first):
         assert model.hooks.expected["a"] == 2
 
 
-def test_what_an_abandoned_pass_announced_is_forgotten():
+def test_grad_ready_hooks_what_an_abandoned_pass_announced_is_forgotten():
     model = Model("ab", "12")
     fused_and_marked(model.a)
     assert model.hooks._written
@@ -249,7 +249,7 @@ def test_what_an_abandoned_pass_announced_is_forgotten():
 
 
 @pytest.mark.parametrize("second", ["writing", "produced", "hook"])
-def test_gradients_of_one_parameter_are_in_order_whatever_streams_they_are_on(second):
+def test_grad_ready_hooks_gradients_of_one_parameter_are_in_order_whatever_streams_they_are_on(second):
     sim = Simulator()
     one, two = sim.Stream("one"), sim.Stream("two")
     param = torch.nn.Parameter(torch.full((2,), 2.0))
@@ -278,7 +278,7 @@ def test_gradients_of_one_parameter_are_in_order_whatever_streams_they_are_on(se
     assert total.tolist() == [3.0] * 2 and hooks._written
 
 
-def test_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fires():
+def test_grad_ready_hooks_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fires():
     model = Model("ab", "12")
     for early in ("", "12"):
         NoGradient.apply(model.b, model.a, lambda param: None).sum().backward()
@@ -288,7 +288,7 @@ def test_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fire
         assert model.hooks.expected == {"a": 1, "b": 1}
 
 
-def test_a_hook_that_raises_leaves_the_pass_to_be_begun_again():
+def test_grad_ready_hooks_a_hook_that_raises_leaves_the_pass_to_be_begun_again():
     model = Model("ab", "12")
     model.run_pass(model.a * model.b)
     handle = model.b.register_post_accumulate_grad_hook(lambda param: 1 / 0)
@@ -315,7 +315,7 @@ class Passes:
 
 
 @pytest.mark.parametrize("retained", [False, True])
-def test_no_accumulate_grad_node_is_kept(retained):
+def test_grad_ready_hooks_no_accumulate_grad_node_is_kept(retained):
     """A node that survives would keep the stream it was made on: the tag shows whether the next one is the same."""
     passes = Passes()
     model = Model("a", "1", passes)
@@ -327,7 +327,7 @@ def test_no_accumulate_grad_node_is_kept(retained):
     assert ("tag" in accumulate_grad(model.a).metadata) == bool(kept)
 
 
-def test_a_parameter_belongs_to_the_newest_hooks():
+def test_grad_ready_hooks_a_parameter_belongs_to_the_newest_hooks():
     model = Model("a", "1")
     newer = []
     hooks = GradReadyHooks([model.a], newer.append, buckets=[Bucket("2")])
@@ -343,7 +343,7 @@ def test_a_parameter_belongs_to_the_newest_hooks():
     assert model.a.grad.tolist() == [1.0] * 2  # plain autograd again
 
 
-def test_newer_hooks_take_a_parameter_from_older_ones_at_once():
+def test_grad_ready_hooks_take_a_parameter_from_older_ones_at_once():
     model = Model("ab", "12")
     newer = []
     hooks = GradReadyHooks([model.a], newer.append, buckets=[Bucket("3")])
@@ -352,7 +352,7 @@ def test_newer_hooks_take_a_parameter_from_older_ones_at_once():
     assert model.a.main_grad.tolist() == [2.0] * 2 and model.b.grad.tolist() == [2.0] * 2
 
 
-def test_hooks_that_nobody_keeps_do_nothing():
+def test_grad_ready_hooks_that_nobody_keeps_do_nothing():
     param = torch.nn.Parameter(torch.ones(2))
     GradReadyHooks([param], pytest.fail, buckets=[Bucket("1")])
     gc.collect()

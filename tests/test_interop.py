@@ -283,13 +283,13 @@ def test_parallelize_after_lora_names_a_layer_that_is_not_torchs(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_lora_after_parallelize_is_refused(ctx):
+def test_parallelize_refuses_lora_after_it(ctx):
     with pytest.raises(ValueError, match="Target module ColumnParallelLinear.* is not supported"):
         with_lora(parallelize(make("Llama"), ATTENTION | MLP, ctx))
 
 
 @pytest.mark.ranks(2)
-def test_ddp_over_ranks_that_hold_shards_is_refused(ctx):
+def test_parallelize_makes_torchs_ddp_refuse_ranks_that_hold_shards(ctx):
     model = parallelize(make("Llama"), "auto", ctx).to(ctx.device)
     with pytest.raises((NotImplementedError, RuntimeError), match="broadcast|mixed torch.Tensor and DTensor"):
         DistributedDataParallel(model)
@@ -351,7 +351,7 @@ def full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_a_parallelized_model_and_its_optimizer_is_that_of_the_whole_model(ctx, tmp_path):
+def test_parallelize_gives_a_checkpoint_of_the_whole_model_and_its_optimizer(ctx, tmp_path):
     """Saved split; loaded split, and into the plain model. All go on as if nothing had happened."""
     model = parallelize(make("Llama").to(ctx.device), "auto", ctx)
     _, optimizer = train(model, ctx)

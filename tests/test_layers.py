@@ -97,7 +97,7 @@ def run_row(ctx, dtype, sequence_parallel, input_is_parallel=True):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("gather_output", [False, True], ids=["split", "gathered"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-def test_column_layer_matches_linear(ctx, sequence_parallel, gather_output):
+def test_column_parallel_linear_matches_linear(ctx, sequence_parallel, gather_output):
     run_column(ctx, torch.float32, sequence_parallel, gather_output)
 
 
@@ -111,13 +111,13 @@ def test_column_layer_matches_linear(ctx, sequence_parallel, gather_output):
     ],
     ids=["replicated", "sequence", "splits its input"],
 )
-def test_row_layer_matches_linear(ctx, options):
+def test_row_parallel_linear_matches_linear(ctx, options):
     run_row(ctx, torch.float32, **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-def test_layers_match_linear_in_bf16(ctx, sequence_parallel):
+def test_column_and_row_parallel_linear_match_linear_in_bf16(ctx, sequence_parallel):
     run_column(ctx, torch.bfloat16, sequence_parallel, gather_output=False)
     run_row(ctx, torch.bfloat16, sequence_parallel)
 
@@ -145,7 +145,7 @@ def mlp_and_reference(ctx, hidden, ffn_hidden, activation="relu", **options):
 @pytest.mark.parametrize(
     "sequence", [None, "divides by nothing", "all on the last rank"], ids=["replicated", "uneven", "zero rows"]
 )
-def test_mlp_is_exact_on_integers_with_uneven_features_and_rows(ctx, sequence):
+def test_parallel_mlp_is_exact_on_integers_with_uneven_features_and_rows(ctx, sequence):
     s, b, hidden, ffn_hidden = 7, 2, 5, 9
     rows = {
         None: None,
@@ -180,7 +180,7 @@ def test_mlp_is_exact_on_integers_with_uneven_features_and_rows(ctx, sequence):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "swiglu"])
-def test_mlp_applies_its_activation(ctx, activation):
+def test_parallel_mlp_applies_its_activation(ctx, activation):
     """The weights are scaled so that every tensor has a variance of about 1. An error of the first product then passes
     through activation (slope 1.13 at most) and second product without growing, so the terms of both add up."""
     s, hidden, ffn_hidden = 4, 16, 12
@@ -221,7 +221,7 @@ def layers_to_full(mlp):
 
 
 @pytest.mark.ranks(2, 4)
-def test_row_layer_adds_its_bias_once(ctx):
+def test_row_parallel_linear_adds_its_bias_once(ctx):
     full = linear(8, 6, 21, values=integers)
     x = integers((4, 8), torch.float32, 23)
     right = full(x)
@@ -237,7 +237,7 @@ def test_row_layer_adds_its_bias_once(ctx):
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
-def test_return_bias_leaves_the_bias_to_the_caller(ctx):
+def test_row_parallel_linear_with_return_bias_leaves_the_bias_to_the_caller(ctx):
     x, dy = integers((4, 8), torch.float32, 25), integers((4, 6), torch.float32, 26)
     full = linear(8, 6, 27, values=integers)
     reference = double(full)
@@ -283,7 +283,7 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_the_norm_that_clips_is_that_of_the_whole_model(ctx):
+def test_clip_grad_norm_is_that_of_the_whole_model(ctx):
     full = nn.Sequential(linear(8, 6, 41, values=integers), nn.ReLU(), linear(6, 4, 43, values=integers))
     model = layers.parallelize(copy.deepcopy(full).to(ctx.device), {"0": "column", "2": "row"}, ctx)
     x, full = integers((5, 8), torch.float32, 45), double(full)
@@ -307,7 +307,7 @@ def test_the_norm_that_clips_is_that_of_the_whole_model(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_gathering_again_gives_the_same_gradients(ctx):
+def test_column_parallel_linear_that_gathers_again_gives_the_same_gradients(ctx):
     full = linear(8, 6, 31, values=integers)
     x = integers((4, 8), torch.float32, 33)
     grads = []
@@ -324,7 +324,7 @@ def test_gathering_again_gives_the_same_gradients(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_gathered_rows_are_kept_for_a_weights_gradient_alone(ctx):
+def test_column_parallel_linear_keeps_gathered_rows_for_a_weights_gradient_alone(ctx):
     layer = ColumnParallelLinear.from_linear(linear(8, 6, 31), mesh=ctx, sequence_parallel=True).to(ctx.device)
     x, kept, product = torch.ones(2, 8, device=ctx.device), [], tkernels.all_gather_matmul
 
@@ -342,7 +342,7 @@ def test_gathered_rows_are_kept_for_a_weights_gradient_alone(ctx):
 
 
 @pytest.mark.ranks(1, 2)
-def test_layers_take_one_row_no_bias_and_frozen_weights(ctx):
+def test_column_and_row_parallel_linear_take_one_row_no_bias_and_frozen_weights(ctx):
     full = linear(4, 6, 35, values=integers, bias=False)
     full.eval().weight.requires_grad_(False)
     x = integers((4,), torch.float32, 36)
@@ -360,7 +360,7 @@ def test_layers_take_one_row_no_bias_and_frozen_weights(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_layers_follow_autocast(ctx):
+def test_column_and_row_parallel_linear_follow_autocast(ctx):
     full = linear(8, 6, 37)
     x = normal((4, 8), torch.float32, 38)
     column = ColumnParallelLinear.from_linear(full, mesh=ctx, sequence_parallel=True, gather_output=True).to(ctx.device)
@@ -385,7 +385,7 @@ def test_layers_follow_autocast(ctx):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_initial_weights_are_those_of_linear_from_the_same_seed(ctx):
+def test_column_and_row_parallel_linear_begin_with_linears_weights_of_the_same_seed(ctx):
     torch.manual_seed(7)
     want, after = nn.Linear(6, 9), torch.rand(1)
     for make, dim in [(ColumnParallelLinear, 0), (RowParallelLinear, 1)]:
@@ -402,14 +402,14 @@ def test_initial_weights_are_those_of_linear_from_the_same_seed(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_with_different_seeds_are_refused(ctx):
+def test_column_parallel_linear_refuses_ranks_with_different_seeds(ctx):
     torch.manual_seed(ctx.rank)
     with pytest.raises(MismatchError, match=r"generators of ranks \[1\] differ from rank 0's.*torch.manual_seed"):
         ColumnParallelLinear(4, 4, mesh=ctx)
 
 
 @pytest.mark.ranks(2)
-def test_parameters_carry_the_marks_of_megatron(ctx):
+def test_column_and_row_parallel_linear_carry_the_marks_of_megatron(ctx):
     def marks(parameter):
         return parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride
 
@@ -423,7 +423,7 @@ def test_parameters_carry_the_marks_of_megatron(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["column", "row", "mlp", "column, row"])
-def test_second_derivatives_are_the_full_models(ctx, kind):
+def test_parallel_mlp_has_the_full_models_second_derivatives(ctx, kind):
     """A penalty on the gradient of the input, which is replicated, and its gradients by input and weights."""
     first, second = linear(K, N, 1), linear(N, K, 3)
     column = ColumnParallelLinear.from_linear(first, mesh=ctx, gather_output=kind == "column").to(ctx.device)
@@ -497,7 +497,7 @@ def test_parallel_mlp_and_the_mappings_under_torch_func(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_marks_stay_with_parameters_that_are_made_anew(ctx):
+def test_parallel_mlp_keeps_marks_of_parameters_that_are_made_anew(ctx):
     made = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, mesh=ctx)
     empty = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, mesh=ctx, device="meta")
     assigned = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, mesh=ctx, device="meta")
@@ -517,7 +517,7 @@ def test_marks_stay_with_parameters_that_are_made_anew(ctx):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("init_method", [None, nn.init.xavier_normal_], ids=["default", "init_method"])
-def test_weights_are_drawn_again_and_late_as_at_construction(ctx, init_method):
+def test_parallel_mlp_draws_weights_again_and_late_as_at_construction(ctx, init_method):
     for kind, device in ((ColumnParallelLinear, None), (ColumnParallelLinear, "meta"), (RowParallelLinear, "meta")):
         torch.manual_seed(3)
         made = kind(K, N, init_method=init_method, mesh=ctx)
@@ -535,7 +535,7 @@ def test_weights_are_drawn_again_and_late_as_at_construction(ctx, init_method):
 
 
 @pytest.mark.ranks(2)
-def test_layers_can_be_copied_and_pickled(ctx):
+def test_column_and_row_parallel_linear_can_be_copied_and_pickled(ctx):
     torch.manual_seed(0)
     layer = RowParallelLinear(4, 3, mesh=ctx)
     x = torch.ones(2, 2, device=ctx.device)
@@ -560,7 +560,7 @@ def test_column_parallel_linear_sums_the_gradient_though_a_rank_has_no_features(
 
 
 @pytest.mark.ranks(2)
-def test_wrong_arguments_are_refused_by_name(ctx):
+def test_column_parallel_linear_and_its_kin_refuse_wrong_arguments_by_name(ctx):
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"ColumnParallelLinear\(4, 1\): 1 out-features can't be split over 2 ranks"):
         ColumnParallelLinear(4, 1, mesh=ctx)
@@ -736,7 +736,7 @@ def test_all_reduce_sequence_parallel_grads_changes_nothing_if_one_gradient_cann
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
-def test_mappings_and_their_backward(ctx, uneven):
+def test_copy_to_tensor_model_parallel_region_and_its_kin_forward_and_backward(ctx, uneven):
     """Forward is a linear map of all ranks' inputs to all ranks' outputs; with replicated gradients taken as equal,
     backward is what the table of functions.py says. Integers, so exact."""
     size = 2 * ctx.size + uneven
@@ -782,7 +782,7 @@ def assert_same_state(got, want):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_state_dicts_go_between_shards_and_the_full_model(ctx, activation):
+def test_gather_state_dict_and_load_full_state_dict_go_between_shards_and_the_full_model(ctx, activation):
     torch.manual_seed(1)
     mlp = ParallelMLP(6, 9, activation, mesh=ctx)
     torch.manual_seed(1)
@@ -816,7 +816,7 @@ def context_of(rank, ctx):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_a_checkpoint_loads_on_any_number_of_ranks(ctx, tmp_path, activation):
+def test_sharded_state_dict_loads_on_any_number_of_ranks(ctx, tmp_path, activation):
     """Written on 4 ranks, read and written again on 2, read by an unsharded model; and from that back to 4. Features
     divide by neither 4 nor 2."""
 
@@ -857,7 +857,7 @@ def test_a_checkpoint_loads_on_any_number_of_ranks(ctx, tmp_path, activation):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_layer_compiles_without_a_graph_break(ctx, kind, sequence_parallel):
+def test_column_and_row_parallel_linear_compile_without_a_graph_break(ctx, kind, sequence_parallel):
     torch._dynamo.reset()
     torch.manual_seed(0)
     if kind == "column":

@@ -74,14 +74,14 @@ def producers_and_a_reader(sim, count):
 
 
 @pytest.mark.parametrize("starve", subsets(["p0", "p1", "p2", "comm"]), ids=str)
-def test_invariant_1_a_reader_waits_for_every_producer_of_its_tenancy(sim, starve):
+def test_lease_invariant_1_a_reader_waits_for_every_producer_of_its_tenancy(sim, starve):
     doubled, waits = producers_and_a_reader(sim, 3)
     sim.check()
     sim.run(starve)
     assert doubled.tolist() == [2, 2, 4, 4, 6, 6] and waits == 3
 
 
-def test_invariant_1_a_reader_on_a_producers_stream_does_not_wait_for_itself(sim):
+def test_lease_invariant_1_a_reader_on_a_producers_stream_does_not_wait_for_itself(sim):
     with sim:
         other = sim.Stream("other")
         lease = Lease(dev=sim)
@@ -92,7 +92,7 @@ def test_invariant_1_a_reader_on_a_producers_stream_does_not_wait_for_itself(sim
     assert sim.waits == 1
 
 
-def test_invariant_1_a_reader_of_what_nobody_wrote_is_behind_the_last_tenancy(sim):
+def test_lease_invariant_1_a_reader_of_what_nobody_wrote_is_behind_the_last_tenancy(sim):
     with sim:
         comm = sim.Stream("comm")
         slot = Slot(torch.empty(2), dev=sim)
@@ -126,14 +126,14 @@ def two_writers_and_a_late_reader(sim, tenancies=3):
 
 
 @pytest.mark.parametrize("starve", subsets(["main", "side", "comm"]), ids=str)
-def test_invariant_2_every_distinct_writer_waits_for_the_whole_tenancy_before(sim, starve):
+def test_lease_invariant_2_every_distinct_writer_waits_for_the_whole_tenancy_before(sim, starve):
     seen = two_writers_and_a_late_reader(sim)
     sim.check()
     sim.run(starve)
     assert [value.tolist() for value in seen] == [[1] * 4, [2] * 4, [3] * 4]
 
 
-def test_invariant_2_a_writer_waits_once_a_tenancy_at_its_first_write(sim):
+def test_lease_invariant_2_a_writer_waits_once_a_tenancy_at_its_first_write(sim):
     with sim:
         comm = sim.Stream("comm")
         slot = Slot(torch.empty(2), dev=sim)
@@ -147,7 +147,7 @@ def test_invariant_2_a_writer_waits_once_a_tenancy_at_its_first_write(sim):
     assert counts == [1, 1, 1]
 
 
-def test_invariant_2_the_wait_is_on_events_and_not_on_what_the_reader_was_given_since(sim):
+def test_lease_invariant_2_the_wait_is_on_events_and_not_on_what_the_reader_was_given_since(sim):
     with sim:
         comm = sim.Stream("comm")
         slot = Slot(torch.ones(2), dev=sim)
@@ -166,7 +166,7 @@ def test_invariant_2_the_wait_is_on_events_and_not_on_what_the_reader_was_given_
     assert sim.log[-3:] == ["reduce", "next fill", "unrelated"]
 
 
-def test_invariant_2_what_nobody_waited_for_stays_in_the_gate(sim):
+def test_lease_invariant_2_what_nobody_waited_for_stays_in_the_gate(sim):
     """A peer writes the second tenancy: no stream of ours waited for the first, so the third has to."""
     with sim:
         slot, full, comm = Slot(torch.empty(2), dev=sim), sim.signal("full"), sim.Stream("comm")
@@ -183,7 +183,7 @@ def test_invariant_2_what_nobody_waited_for_stays_in_the_gate(sim):
     sim.check()
 
 
-def test_invariant_3_producers_are_unordered_unless_they_ask(sim):
+def test_lease_invariant_3_producers_are_unordered_unless_they_ask(sim):
     def fill(ordered):
         with sim:
             side = sim.Stream()
@@ -202,14 +202,14 @@ def test_invariant_3_producers_are_unordered_unless_they_ask(sim):
     assert [race.kernels for race in sim.races] == [("fill_", "add_")]
 
 
-def test_invariant_3_an_ordered_write_inside_an_open_write_is_refused(sim):
+def test_lease_invariant_3_an_ordered_write_inside_an_open_write_is_refused(sim):
     lease = Lease(dev=sim, name="bucket")
     with lease.write(), pytest.raises(LeaseError, match="bucket: an ordered write while another write block is open"):
         with lease.write(sim.Stream("side"), ordered=True):
             pass
 
 
-def test_invariant_4_the_event_is_recorded_at_the_end_of_the_block(sim):
+def test_lease_invariant_4_the_event_is_recorded_at_the_end_of_the_block(sim):
     with sim:
         comm = sim.Stream("comm")
         lease = Lease(torch.empty(2), dev=sim)
@@ -226,7 +226,7 @@ def test_invariant_4_the_event_is_recorded_at_the_end_of_the_block(sim):
     assert sim.log == ["fill_", "last", "sum", "after"]
 
 
-def test_invariant_4_a_block_that_raises_was_a_use_all_the_same(sim):
+def test_lease_invariant_4_a_block_that_raises_was_a_use_all_the_same(sim):
     with sim:
         comm = sim.Stream("comm")
         lease = Lease(torch.empty(2), dev=sim)
@@ -239,7 +239,7 @@ def test_invariant_4_a_block_that_raises_was_a_use_all_the_same(sim):
     sim.check()
 
 
-def test_invariant_4_work_launched_elsewhere_is_entered(sim):
+def test_lease_invariant_4_work_launched_elsewhere_is_entered(sim):
     with sim:
         engine, comm = sim.Stream("copy engine"), sim.Stream("comm")
         slot = Slot(torch.empty(2), dev=sim)
@@ -255,7 +255,7 @@ def test_invariant_4_work_launched_elsewhere_is_entered(sim):
     sim.check()
 
 
-def test_invariant_5_a_lease_is_written_then_read_then_released(sim):
+def test_lease_invariant_5_a_lease_is_written_then_read_then_released(sim):
     lease = Lease(dev=sim, name="bucket 3")
     with lease.write(), pytest.raises(LeaseError, match="bucket 3: read while a write block is open; leave it first"):
         lease.read_by(sim.signal().at(1))
@@ -277,7 +277,7 @@ def test_invariant_5_a_lease_is_written_then_read_then_released(sim):
             pass
 
 
-def test_invariant_5_a_slot_has_one_tenant_and_a_stale_release_raises(sim):
+def test_lease_invariant_5_a_slot_has_one_tenant_and_a_stale_release_raises(sim):
     slot = Slot(dev=sim, name="pool[0]")
     first = slot.acquire()
     for use in (slot.acquire, slot.join):
@@ -297,14 +297,14 @@ def test_lease_and_slot_are_of_a_tensor():
             make([1.0], name="inbox")
 
 
-def test_a_lease_without_a_tensor_needs_a_device():
+def test_lease_without_a_tensor_needs_a_device():
     for make in (Lease, Slot):
         with pytest.raises(LeaseError, match="inbox: neither a tensor nor dev=; pass dev="):
             make(name="inbox")
     assert Lease(torch.empty(2)).dev is torch.cpu
 
 
-def test_invariant_6_a_release_issues_nothing_and_blocks_nothing(sim):
+def test_lease_invariant_6_a_release_issues_nothing_and_blocks_nothing(sim):
     two_writers_and_a_late_reader(sim, tenancies=1)
     before = sim.waits, sim.records
     with sim:
@@ -341,7 +341,7 @@ def sent_and_given_back(sim, drain):
 
 @pytest.mark.parametrize("starve", subsets(["main", "comm"]), ids=str)
 @pytest.mark.parametrize("drain", [False, True], ids=["held", "drained"])
-def test_invariant_7_storage_goes_back_once_its_home_is_behind_every_use(sim, drain, starve):
+def test_lease_invariant_7_storage_goes_back_once_its_home_is_behind_every_use(sim, drain, starve):
     inbox, reused, keepalive = sent_and_given_back(sim, drain)
     assert reused == drain and len(keepalive) == (not drain)
     sim.check()
@@ -351,7 +351,7 @@ def test_invariant_7_storage_goes_back_once_its_home_is_behind_every_use(sim, dr
         assert sim.log.index("compute") < sim.log.index("send")
 
 
-def test_invariant_7_drain_keeps_the_newest_and_drops_in_order(sim):
+def test_lease_invariant_7_drain_keeps_the_newest_and_drops_in_order(sim):
     keepalive, newest = Keepalive(), []
     with sim:
         for _ in range(4):
@@ -362,7 +362,7 @@ def test_invariant_7_drain_keeps_the_newest_and_drops_in_order(sim):
     assert keepalive.storages == newest
 
 
-def test_invariant_7_collect_lets_go_of_what_has_finished_and_waits_for_nothing(sim):
+def test_lease_invariant_7_collect_lets_go_of_what_has_finished_and_waits_for_nothing(sim):
     inbox, _, keepalive = sent_and_given_back(sim, drain=False)
     keepalive.collect()
     assert len(keepalive) == 1
@@ -372,14 +372,14 @@ def test_invariant_7_collect_lets_go_of_what_has_finished_and_waits_for_nothing(
     assert len(keepalive) == 0 and sim.waits == before
 
 
-def test_invariant_7_a_lease_is_deferred_instead_of_released(sim):
+def test_lease_invariant_7_a_lease_is_deferred_instead_of_released(sim):
     lease = Lease(torch.ones(2), dev=sim, name="output")
     lease.release()
     with pytest.raises(LeaseError, match="output: deferred after its release"):
         Keepalive().defer(lease)
 
 
-def test_invariant_7_what_a_capture_refuses_to_wait_for_is_held_still(sim):
+def test_lease_invariant_7_what_a_capture_refuses_to_wait_for_is_held_still(sim):
     inbox, _, keepalive = sent_and_given_back(sim, drain=False)
     sim.capturing = True
     with pytest.raises(LeaseError, match="outside the CUDA graph"):
@@ -387,7 +387,7 @@ def test_invariant_7_what_a_capture_refuses_to_wait_for_is_held_still(sim):
     assert len(keepalive) == 1
 
 
-def test_invariant_8_the_host_never_blocks_or_asks(sim):
+def test_lease_invariant_8_the_host_never_blocks_or_asks(sim):
     """The simulator raises at every synchronise; an event that is asked under way says no, and nothing changes."""
     two_writers_and_a_late_reader(sim)
     fence = Fence(sim)
@@ -398,7 +398,7 @@ def test_invariant_8_the_host_never_blocks_or_asks(sim):
     assert fence.query()
 
 
-def test_invariant_8_nobody_asks_under_capture(sim):
+def test_lease_invariant_8_nobody_asks_under_capture(sim):
     fence = Fence(sim)
     fence.record(sim.current_stream())
     sim.run()
@@ -408,7 +408,7 @@ def test_invariant_8_nobody_asks_under_capture(sim):
 
 @pytest.mark.parametrize("same_stream", [False, True], ids=["another stream", "the same stream"])
 @pytest.mark.parametrize("inside", [False, True], ids=["recorded outside", "recorded inside"])
-def test_invariant_9_nothing_waits_across_the_edge_of_a_capture(sim, inside, same_stream):
+def test_lease_invariant_9_nothing_waits_across_the_edge_of_a_capture(sim, inside, same_stream):
     with sim:
         comm = sim.current_stream() if same_stream else sim.Stream("comm")
         sim.capturing = inside
@@ -423,7 +423,7 @@ def test_invariant_9_nothing_waits_across_the_edge_of_a_capture(sim, inside, sam
             pass
 
 
-def test_invariant_9_a_collective_started_inside_a_capture_means_nothing_outside(sim):
+def test_lease_invariant_9_a_collective_started_inside_a_capture_means_nothing_outside(sim):
     class Work:
         def is_completed(self):
             return True
@@ -436,7 +436,7 @@ def test_invariant_9_a_collective_started_inside_a_capture_means_nothing_outside
         pass
 
 
-def test_invariant_9_captured_joins_at_the_edges_and_leaves_one_external_event(sim):
+def test_lease_invariant_9_captured_joins_at_the_edges_and_leaves_one_external_event(sim):
     with sim:
         comm, other = sim.Stream("comm"), sim.Stream("other")
         slot, graph = Slot(torch.empty(2), dev=sim), Graph(sim)
@@ -466,7 +466,7 @@ def test_invariant_9_captured_joins_at_the_edges_and_leaves_one_external_event(s
     sim.check()
 
 
-def test_invariant_9_side_streams_fork_from_the_capture_and_join_it(sim):
+def test_lease_invariant_9_side_streams_fork_from_the_capture_and_join_it(sim):
     with sim:
         comm = sim.Stream("comm")
         data = torch.ones(2)
@@ -476,7 +476,7 @@ def test_invariant_9_side_streams_fork_from_the_capture_and_join_it(sim):
     sim.check()
 
 
-def test_invariant_9_a_replay_runs_after_what_was_launched_on_its_slots_since(sim):
+def test_lease_invariant_9_a_replay_runs_after_what_was_launched_on_its_slots_since(sim):
     """The wrong form is the bare replay, which knows nothing of the slots."""
 
     def races(right):
@@ -497,7 +497,7 @@ def test_invariant_9_a_replay_runs_after_what_was_launched_on_its_slots_since(si
     assert races(right=False) == [("clone", "replay")]
 
 
-def test_invariant_9_a_capture_that_fails_leaves_the_slots_usable(sim):
+def test_lease_invariant_9_a_capture_that_fails_leaves_the_slots_usable(sim):
     with sim:
         slot = Slot(torch.empty(2), dev=sim)
         with contextlib.suppress(ZeroDivisionError), captured(Graph(sim), slots=[slot], dev=sim):
@@ -539,7 +539,7 @@ def test_captured_says_once_what_breaks_a_capture_where_torch_has_no_override(si
     assert len(warned) == 1 and warned[0].filename == __file__
 
 
-def test_invariant_9_a_slot_in_use_can_not_cross_the_edge(sim):
+def test_lease_invariant_9_a_slot_in_use_can_not_cross_the_edge(sim):
     slot = Slot(dev=sim, name="pool")
     lease = slot.acquire()
     with pytest.raises(LeaseError, match="pool: joined while its last lease is filling"):
@@ -551,7 +551,7 @@ def test_invariant_9_a_slot_in_use_can_not_cross_the_edge(sim):
             slot.acquire()
 
 
-def test_invariant_10_one_stream_issues_no_wait_and_one_record_a_block(sim):
+def test_lease_invariant_10_one_stream_issues_no_wait_and_one_record_a_block(sim):
     keepalive = Keepalive()
     with sim:
         slot = Slot(torch.empty(2), dev=sim)
@@ -571,11 +571,11 @@ def test_invariant_10_one_stream_issues_no_wait_and_one_record_a_block(sim):
 
 
 @pytest.mark.parametrize("producers, waits", [(1, 1), (2, 2), (3, 3)])
-def test_invariant_10_several_streams_wait_once_for_each_other(sim, producers, waits):
+def test_lease_invariant_10_several_streams_wait_once_for_each_other(sim, producers, waits):
     assert producers_and_a_reader(sim, producers)[1] == waits
 
 
-def test_invariant_11_the_storage_is_held_and_not_the_tensor(sim):
+def test_lease_invariant_11_the_storage_is_held_and_not_the_tensor(sim):
     output = torch.ones(4, requires_grad=True) * 2
     address = output.data_ptr()
     lease, slot = Lease(output, dev=sim), Slot(output, dev=sim)
@@ -584,7 +584,7 @@ def test_invariant_11_the_storage_is_held_and_not_the_tensor(sim):
     assert output.numel() == 1 and output.grad_fn is not None
 
 
-def test_invariant_11_a_storage_that_is_resized_while_leased_is_caught(sim):
+def test_lease_invariant_11_a_storage_that_is_resized_while_leased_is_caught(sim):
     tensor = torch.ones(4)
     slot = Slot(tensor, dev=sim, name="gathered")
     lease = slot.acquire()
@@ -593,7 +593,7 @@ def test_invariant_11_a_storage_that_is_resized_while_leased_is_caught(sim):
         slot.release(lease)
 
 
-def test_invariant_11_a_released_lease_holds_nothing(sim):
+def test_lease_invariant_11_a_released_lease_holds_nothing(sim):
     tensor = torch.ones(4)
     lease = Lease(tensor, dev=sim)
     watch = weakref.ref(lease.tensor)
@@ -602,7 +602,7 @@ def test_invariant_11_a_released_lease_holds_nothing(sim):
     assert watch() is None
 
 
-def test_invariant_12_threads_share_a_lease(sim):
+def test_lease_invariant_12_threads_share_a_lease(sim):
     """Each thread has its stream and its slice; the reader waits for all of them, and none is lost."""
     num_threads, writes = 8, 40
     lease = Lease(torch.zeros(num_threads), dev=sim)
@@ -629,7 +629,7 @@ def test_invariant_12_threads_share_a_lease(sim):
     assert lease.tensor.tolist() == [writes] * num_threads and sim.log[-1] == "reduce"
 
 
-def test_invariant_12_one_of_many_threads_gets_the_slot_and_the_others_are_told(sim):
+def test_lease_invariant_12_one_of_many_threads_gets_the_slot_and_the_others_are_told(sim):
     slot, got, refused, start = Slot(dev=sim), [], [], threading.Barrier(8)
 
     def take():
@@ -648,7 +648,7 @@ def test_invariant_12_one_of_many_threads_gets_the_slot_and_the_others_are_told(
 
 
 @pytest.mark.parametrize("starve", subsets(["main", "side", "peer"]), ids=str)
-def test_invariant_9_a_channels_ends_take_turns_as_slots_do(sim, starve):
+def test_lease_invariant_9_a_channels_ends_take_turns_as_slots_do(sim, starve):
     """On any stream, after the peer's signal, and across the edge of a capture inside `captured` alone."""
 
     def turn(stream):
@@ -681,7 +681,7 @@ def test_invariant_9_a_channels_ends_take_turns_as_slots_do(sim, starve):
 
 
 @pytest.mark.parametrize("starve", subsets(["sender", "receiver"]), ids=str)
-def test_a_peers_signals_are_completions_full_for_its_reader_and_free_for_its_writer(sim, starve):
+def test_lease_a_peers_signals_are_completions_full_for_its_reader_and_free_for_its_writer(sim, starve):
     """Three messages through two slots of the receiver: its reads wait for `full`, the sender for the credit `free`."""
     got = []
     with sim:
@@ -710,7 +710,7 @@ def test_a_peers_signals_are_completions_full_for_its_reader_and_free_for_its_wr
 
 
 @pytest.mark.ranks(2)
-def test_a_collective_of_torch_distributed_is_a_completion(ctx):
+def test_lease_a_collective_of_torch_distributed_is_a_completion(ctx):
     dev = torch.get_device_module(ctx.device)
     lease = Lease(torch.full((64,), float(ctx.rank + 1), device=ctx.device))
     with lease.write():
@@ -727,7 +727,7 @@ def test_a_collective_of_torch_distributed_is_a_completion(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
+def test_lease_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
     """A second wait for the same send would never return."""
     group, tensor = dist.new_group(backend="gloo"), torch.full((64,), float(ctx.rank))
     transfer = dist.irecv if ctx.rank else dist.isend
@@ -759,7 +759,7 @@ def ordering(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def test_nothing_but_the_core_orders_streams(checkout):
+def test_lease_nothing_but_the_core_orders_streams(checkout):
     found = {}
     for folder in ("comm", "tkernels", "layers"):
         for file in (checkout / folder).rglob("*.py"):
@@ -784,22 +784,22 @@ def test_nothing_but_the_core_orders_streams(checkout):
         "def f():\n    from torch.cuda import Event\n    return Event()",
     ],
 )
-def test_the_rule_of_order_sees_a_violation(line):
+def test_lease_the_rule_of_order_sees_a_violation(line):
     assert list(ordering(line))
 
 
 @pytest.mark.parametrize("line", ["torch.cuda.Event(enable_timing=True).record()", "threading.Event().wait()"])
-def test_the_rule_of_order_lets_the_rest_through(line):
+def test_lease_the_rule_of_order_lets_the_rest_through(line):
     assert not list(ordering(line))
 
 
-def test_the_core_itself_would_be_found():
+def test_lease_the_core_itself_would_be_found():
     for module in (fence, graphs):
         assert list(ordering(Path(module.__file__).read_text()))
 
 
 @pytest.mark.ranks(2)
-def test_the_bench_of_leases_counts_those_of_a_training_step(ctx, checkout):
+def test_lease_the_bench_of_leases_counts_those_of_a_training_step(ctx, checkout):
     sys.path.insert(0, str(checkout))  # the bench is imported from the repository's root alone
     leases = importlib.import_module("bench.leases")
     leases.REPEATS = leases.CALLS = leases.WARMUPS = leases.STEPS = 2
@@ -827,7 +827,7 @@ def warm(*tensors):
 @gpu_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("form", ["lease", "no wait"])
-def test_on_a_gpu_a_reader_comes_after_a_late_producer_and_the_host_does_not_wait(ctx, form):
+def test_lease_on_a_gpu_a_reader_comes_after_a_late_producer_and_the_host_does_not_wait(ctx, form):
     side, comm = torch.cuda.Stream(), torch.cuda.Stream()
     buffer, seen = (torch.zeros(ROUNDS, 1024, device=ctx.device) for _ in range(2))
     warm(buffer, seen)
@@ -850,7 +850,7 @@ def test_on_a_gpu_a_reader_comes_after_a_late_producer_and_the_host_does_not_wai
 @gpu_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("form", ["lease", "one writer waits"])
-def test_on_a_gpu_every_writer_comes_after_a_late_reader(ctx, form):
+def test_lease_on_a_gpu_every_writer_comes_after_a_late_reader(ctx, form):
     main, side, comm = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     buffer, seen = torch.zeros(1024, device=ctx.device), torch.zeros(ROUNDS, 1024, device=ctx.device)
     warm(buffer, seen)
@@ -879,7 +879,7 @@ def test_on_a_gpu_every_writer_comes_after_a_late_reader(ctx, form):
 @gpu_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("form", ["lease", "dropped at once"])
-def test_on_a_gpu_memory_that_a_late_stream_reads_is_not_given_away(ctx, form):
+def test_lease_on_a_gpu_memory_that_a_late_stream_reads_is_not_given_away(ctx, form):
     comm, keepalive = torch.cuda.Stream(), Keepalive()
     seen = torch.zeros(ROUNDS, 1 << 20, device=ctx.device)
     warm(seen, torch.zeros(1 << 20, device=ctx.device))
@@ -908,7 +908,7 @@ def test_on_a_gpu_memory_that_a_late_stream_reads_is_not_given_away(ctx, form):
 @gpu_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("replays", [3])
-def test_on_a_gpu_a_captured_step_replays_as_the_eager_one(ctx, replays):
+def test_lease_on_a_gpu_a_captured_step_replays_as_the_eager_one(ctx, replays):
     comm = torch.cuda.Stream()
     data, total = torch.zeros(1024, device=ctx.device), torch.zeros(1024, device=ctx.device)
     slots = [Slot(torch.zeros(1024, device=ctx.device)) for _ in range(2)]
@@ -947,7 +947,7 @@ def test_on_a_gpu_a_captured_step_replays_as_the_eager_one(ctx, replays):
 @gpu_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("form", ["lease", "no order"])
-def test_on_a_gpu_a_replay_and_what_is_launched_outside_take_turns(ctx, form):
+def test_lease_on_a_gpu_a_replay_and_what_is_launched_outside_take_turns(ctx, form):
     """The graph's write is late for the reader outside, then the reader for the next replay."""
     comm, other = torch.cuda.Stream(), torch.cuda.Stream()
     value, seen = torch.zeros((), device=ctx.device), torch.zeros(ROUNDS, 1024, device=ctx.device)

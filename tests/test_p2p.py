@@ -89,7 +89,7 @@ STREAMS = subsets(["main", "comm"])
 
 
 @pytest.mark.parametrize("starve", STREAMS, ids=str)
-def test_a_deallocated_output_is_sent_whole_whatever_runs_late(starve):
+def test_deallocate_output_tensor_lets_an_output_be_sent_whole_whatever_runs_late(starve):
     sim = Simulator()
     wire = three_sends(sim, "leased")
     sim.check()
@@ -97,7 +97,7 @@ def test_a_deallocated_output_is_sent_whole_whatever_runs_late(starve):
     assert [theirs[0].item() for theirs in wire.theirs[:3]] == [1.0, 2.0, 3.0]
 
 
-def test_memory_that_is_free_before_the_send_has_read_it_is_found():
+def test_p2p_communicator_memory_that_is_free_before_the_send_has_read_it_is_found():
     sim = Simulator()
     wire = three_sends(sim, "free before wait")
     with pytest.raises(Race, match="'send' on comm reads and 'produce -1' on main writes"):
@@ -116,12 +116,12 @@ def overlaps(form):
     return sim.log.index("produce -1") < sim.log.index("send")
 
 
-def test_the_next_compute_does_not_wait_for_the_send():
+def test_p2p_communicator_the_next_compute_does_not_wait_for_the_send():
     assert overlaps("leased")
     assert not overlaps("wait at once")
 
 
-def test_nothing_waits_on_the_compute_stream_at_issue():
+def test_p2p_communicator_nothing_waits_on_the_compute_stream_at_issue():
     sim = Simulator()
     comm, _ = communicator(sim, max_inflight=2)
     with sim:
@@ -202,7 +202,7 @@ def test_isend_of_views_of_one_tensor_and_to_two_peers_counts_its_own_leases_as_
     sim.check()
 
 
-def test_the_block_is_handed_out_again_after_the_drain_and_not_before():
+def test_p2p_communicator_the_block_is_handed_out_again_after_the_drain_and_not_before():
     sim = Simulator()
     comm, _ = communicator(sim)
     with sim:
@@ -218,7 +218,7 @@ def test_the_block_is_handed_out_again_after_the_drain_and_not_before():
 
 
 @pytest.mark.parametrize("starve", subsets(["main", "comm", "side"]), ids=str)
-def test_the_producer_may_be_on_a_side_stream(starve):
+def test_p2p_communicator_the_producer_may_be_on_a_side_stream(starve):
     """Without its name the send would start too early, and its memory go back to a stream that still writes it."""
     sim = Simulator()
     comm, wire = communicator(sim)
@@ -238,7 +238,7 @@ def test_the_producer_may_be_on_a_side_stream(starve):
     assert wire.theirs[0].eq(5.0).all()
 
 
-def test_a_producer_that_nobody_names_is_a_race():
+def test_p2p_communicator_a_producer_that_nobody_names_is_a_race():
     sim = Simulator()
     comm, _ = communicator(sim)
     with sim:
@@ -250,7 +250,7 @@ def test_a_producer_that_nobody_names_is_a_race():
 
 
 @pytest.mark.parametrize("starve", STREAMS, ids=str)
-def test_one_tensor_goes_to_two_peers_and_is_held_until_both_have_it(starve):
+def test_p2p_communicator_one_tensor_goes_to_two_peers_and_is_held_until_both_have_it(starve):
     sim = Simulator()
     comm, wire = communicator(sim)
     with sim:
@@ -267,7 +267,7 @@ def test_one_tensor_goes_to_two_peers_and_is_held_until_both_have_it(starve):
 
 @pytest.mark.parametrize("starve", STREAMS, ids=str)
 @pytest.mark.parametrize("end", ["wait", "release", "drop"])
-def test_a_received_tensor_that_nobody_uses_is_held_until_it_has_arrived(starve, end):
+def test_p2p_communicator_a_received_tensor_that_nobody_uses_is_held_until_it_has_arrived(starve, end):
     sim = Simulator()
     comm, _ = communicator(sim)
     with sim:
@@ -292,7 +292,7 @@ def test_a_received_tensor_that_nobody_uses_is_held_until_it_has_arrived(starve,
     assert end != "wait" or copied.eq(7.0).all()
 
 
-def test_receives_that_nobody_waits_for_at_home_are_held_in_a_bounded_number():
+def test_p2p_communicator_receives_that_nobody_waits_for_at_home_are_held_in_a_bounded_number():
     sim = Simulator()
     comm = P2PCommunicator(Ranks(0, 4), backend=Wire(sim), dev=sim, stream=sim.Stream("comm"), max_inflight=3)
     with sim:
@@ -307,7 +307,7 @@ def test_receives_that_nobody_waits_for_at_home_are_held_in_a_bounded_number():
     assert len(comm._dropped) == 0
 
 
-def test_a_drain_keeps_the_newest_and_what_is_closed_holds_and_sends_nothing():
+def test_p2p_communicator_a_drain_keeps_the_newest_and_what_is_closed_holds_and_sends_nothing():
     sim = Simulator()
     comm, wire = communicator(sim, max_inflight=3)
     with sim:
@@ -329,7 +329,7 @@ def test_a_drain_keeps_the_newest_and_what_is_closed_holds_and_sends_nothing():
     assert [theirs[0].item() for theirs in wire.theirs[:3]] == [0.0, 1.0, 2.0]
 
 
-def test_activations_of_floats_alone_want_a_gradient():
+def test_p2p_communicator_activations_of_floats_alone_want_a_gradient():
     sim = Simulator()
     comm, _ = communicator(sim)
     with sim:
@@ -339,7 +339,7 @@ def test_activations_of_floats_alone_want_a_gradient():
             assert received.requires_grad == wants, (peer, dtype)
 
 
-def test_an_exception_between_issue_and_release_gives_nothing_away():
+def test_p2p_communicator_an_exception_between_issue_and_release_gives_nothing_away():
     sim = Simulator()
     comm, wire = communicator(sim)
     with sim:
@@ -358,7 +358,7 @@ def test_an_exception_between_issue_and_release_gives_nothing_away():
 # Handles
 
 
-def test_a_handle_is_closed_once_and_says_so_otherwise():
+def test_p2p_communicator_a_handle_is_closed_once_and_says_so_otherwise():
     sim = Simulator()
     comm, _ = communicator(sim)
     with sim:
@@ -386,7 +386,7 @@ def test_a_handle_is_closed_once_and_says_so_otherwise():
 
 
 @pytest.mark.parametrize("structure", ["tensor", "list", "dict"])
-def test_deallocation_swaps_the_tensor_holds_the_storage_and_keeps_the_graph(structure):
+def test_deallocate_output_tensor_swaps_the_tensor_holds_the_storage_and_keeps_the_graph(structure):
     sim = Simulator()
     comm = P2PCommunicator(Ranks(0, 4), backend=Wire(sim), dev=sim, stream=sim.Stream("comm"))
     x = torch.arange(6.0).view(2, 3).requires_grad_()
@@ -427,7 +427,7 @@ def test_deallocate_output_tensor_takes_megatrons_arguments():
     assert out.numel() == 1
 
 
-def test_views_are_refused_by_name_before_anything_is_sent_or_swapped():
+def test_deallocate_output_tensor_and_isend_refuse_views_by_name_before_anything_is_sent_or_swapped():
     sim = Simulator()
     comm = P2PCommunicator(Ranks(0, 4), backend=(wire := Wire(sim)), dev=sim, stream=sim.Stream("comm"))
     whole = torch.ones(4, 4)
@@ -448,7 +448,7 @@ def test_views_are_refused_by_name_before_anything_is_sent_or_swapped():
         deallocate_output_tensor([1], True)
 
 
-def test_wrong_arguments_are_refused_by_name():
+def test_p2p_communicator_wrong_arguments_are_refused_by_name():
     sim = Simulator()
     comm = P2PCommunicator(Ranks(0, 4), backend=Wire(sim), dev=sim, stream=sim.Stream("comm"), dtype=torch.bfloat16)
     for call, message in [
@@ -541,7 +541,7 @@ def value(rank, number, shape=(3, 5)):
 @pytest.mark.quick
 @pytest.mark.ranks(2, 3, 4)
 @every_backend
-def test_every_method_moves_what_its_name_says(ctx, backend):
+def test_p2p_communicator_every_method_moves_what_its_name_says(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=1 << 10)
     mine, shape = value(ctx.rank, 1).to(comm.device), (3, 5)
     from_prev, from_next = value(comm.prev_rank, 1).to(comm.device), value(comm.next_rank, 1).to(comm.device)
@@ -583,7 +583,7 @@ def test_every_method_moves_what_its_name_says(ctx, backend):
 
 @pytest.mark.ranks(2, 4)
 @every_backend
-def test_lists_and_dicts_of_outputs_arrive_as_they_were(ctx, backend):
+def test_p2p_communicator_lists_and_dicts_of_outputs_arrive_as_they_were(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=1 << 10, dtype=torch.bfloat16)
     for number in range(3):
         output = {"hidden": value(ctx.rank, number), "extra": [value(ctx.rank, 5, (2,)), value(ctx.rank, 6, ())]}
@@ -606,7 +606,7 @@ def test_lists_and_dicts_of_outputs_arrive_as_they_were(ctx, backend):
 
 @pytest.mark.ranks(2, 3)
 @every_backend
-def test_shapes_that_vary_are_exchanged(ctx, backend):
+def test_p2p_communicator_shapes_that_vary_are_exchanged(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=256, variable_seq_lengths=True)
     for number, shape in enumerate([(7, 2, 3), (1,), (), (0, 4), (30, 20)]):
         mine = value(ctx.rank, number, (ctx.rank + 1,) if number == 1 else shape).to(comm.device)
@@ -618,7 +618,7 @@ def test_shapes_that_vary_are_exchanged(ctx, backend):
 
 @pytest.mark.ranks(2, 4)
 @every_backend
-def test_messages_longer_than_all_slots_meet_in_the_order_of_issue(ctx, backend):
+def test_p2p_communicator_messages_longer_than_all_slots_meet_in_the_order_of_issue(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=256)
     for number in range(3):
         mine = value(ctx.rank, number, (300,)).to(comm.device)  # five slots of two
@@ -630,7 +630,7 @@ def test_messages_longer_than_all_slots_meet_in_the_order_of_issue(ctx, backend)
 
 @pytest.mark.ranks(2)
 @every_backend
-def test_handles_may_be_waited_for_in_any_order_and_polled(ctx, backend):
+def test_p2p_communicator_handles_may_be_waited_for_in_any_order_and_polled(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=1 << 10)
     sends = [comm.isend(value(ctx.rank, number).to(comm.device), 1 - ctx.rank) for number in range(2)]
     (first, first_handle), (second, second_handle) = (comm.irecv((3, 5), None, 1 - ctx.rank) for _ in range(2))
@@ -665,7 +665,7 @@ def test_p2p_communicator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_an_exchange_that_is_wrong_in_one_direction_has_begun_in_none(ctx):
+def test_p2p_communicator_an_exchange_that_is_wrong_in_one_direction_has_begun_in_none(ctx):
     """The transfer of the other edge would be taken for the next call's."""
     comm = P2PCommunicator(ctx, slot_bytes=1 << 12)
     x, shape = torch.ones(2, 3, device=ctx.device), (2, 3)
@@ -687,7 +687,7 @@ def test_an_exchange_that_is_wrong_in_one_direction_has_begun_in_none(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_communicator_that_finds_no_room_leaves_none_behind(ctx):
+def test_p2p_communicator_that_finds_no_room_leaves_none_behind(ctx):
     large = ctx.heap.largest // 3  # for one channel of two slots, and not for two
     with pytest.raises(HeapExhaustedError):
         P2PCommunicator(ctx, slot_bytes=large, copies=2)
@@ -763,7 +763,7 @@ def test_irecv_of_another_dtype_than_was_sent_is_refused_where_it_is_exchanged(c
 
 
 @pytest.mark.ranks(2)
-def test_sizes_may_be_numpys(ctx):
+def test_p2p_communicator_sizes_may_be_numpys(ctx):
     comm = P2PCommunicator(ctx, slot_bytes=4096)
     if ctx.rank == 0:
         comm.isend(torch.ones(4, 8, device=comm.device), 1).wait()
@@ -834,7 +834,7 @@ def ring_of_sends(comm, form, delay_s, iterations):
 @every_transport
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "filled"])
 @pytest.mark.parametrize("iterations", [100])
-def test_a_send_that_is_late_reads_what_was_sent(ctx, transport, deterministic, iterations):
+def test_p2p_communicator_a_send_that_is_late_reads_what_was_sent(ctx, transport, deterministic, iterations):
     """The sleep before the put is the window; deterministic algorithms fill memory that is reused with NaN at once."""
     with tkernels.init(ctx.group.process_group, transport=transport, heap_bytes=6 * (MEBIBYTES << 20)) as context:
         comm = P2PCommunicator(context, slot_bytes=MEBIBYTES << 20)
@@ -854,7 +854,7 @@ def test_a_send_that_is_late_reads_what_was_sent(ctx, transport, deterministic, 
 @pytest.mark.ranks(2, 4)
 @every_backend
 @pytest.mark.parametrize("rounds", [3])
-def test_a_receiver_that_comes_late_gets_what_was_sent(ctx, backend, rounds):
+def test_p2p_communicator_a_receiver_that_comes_late_gets_what_was_sent(ctx, backend, rounds):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=MEBIBYTES << 18)  # a quarter: the put needs the receiver
     warm_up(comm, ctx)
     for number in range(rounds):
@@ -873,7 +873,7 @@ def test_a_receiver_that_comes_late_gets_what_was_sent(ctx, backend, rounds):
 @gpu_only
 @pytest.mark.ranks(2, 4)
 @every_backend
-def test_the_next_compute_is_done_while_the_send_is_open(ctx, backend):
+def test_p2p_communicator_the_next_compute_is_done_while_the_send_is_open(ctx, backend):
     """And is not, where the compute stream waits for the send at once."""
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=MEBIBYTES << 18)
     warm_up(comm, ctx)
@@ -927,7 +927,7 @@ def fresh_kernel(out, NUMBER: tl.constexpr):
 @gpu_only
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", ["when wanted", "at once"])
-def test_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
+def test_p2p_communicator_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
     """The driver loads a module once no kernel runs. Were receives launched at once, each rank would wait for all."""
     with tkernels.init(heap_bytes=16 << 20, timeout_s=5 if form == "at once" else 60, default=False) as own:
         comm = P2PCommunicator(own, slot_bytes=1 << 20)
@@ -957,7 +957,7 @@ def test_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
 @own_gpus
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("iterations", [3])
-def test_whether_nccls_sends_may_be_freed_without_a_lease(ctx, iterations):
+def test_p2p_communicator_whether_nccls_sends_may_be_freed_without_a_lease(ctx, iterations):
     """Either data is wrong without the lease, or torch itself holds the block, and the allocator's snapshot says how.
 
     active_pending_free: by recordStream, which waits for NCCL. active_allocated: by a reference to the storage.
@@ -1002,7 +1002,7 @@ def state_of_block(address):
 @pytest.mark.ranks(2, 4)
 @every_backend
 @pytest.mark.parametrize("max_inflight", [1, 2, 3])
-def test_memory_stays_below_the_outputs_in_flight(ctx, backend, max_inflight):
+def test_p2p_communicator_memory_stays_below_the_outputs_in_flight(ctx, backend, max_inflight):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=1 << 20, max_inflight=max_inflight)
     warm_up(comm, ctx)
     torch.cuda.empty_cache()
@@ -1024,7 +1024,7 @@ def test_memory_stays_below_the_outputs_in_flight(ctx, backend, max_inflight):
 @pytest.mark.ranks(2, 4)
 @every_transport
 @pytest.mark.parametrize("iterations", [1000])
-def test_a_thousand_sends_with_jitter_on_every_stream(ctx, transport, iterations):
+def test_p2p_communicator_a_thousand_sends_with_jitter_on_every_stream(ctx, transport, iterations):
     """Seeded sleeps on compute and edges, different from rank to rank, and every output overwritten once freed."""
     ctx = over(ctx, transport)
     comm = P2PCommunicator(ctx, slot_bytes=1 << 20, copies=2)
@@ -1053,7 +1053,7 @@ def test_a_thousand_sends_with_jitter_on_every_stream(ctx, transport, iterations
 
 
 @pytest.mark.ranks(2)
-def test_a_tensor_on_another_device_is_refused_and_the_next_one_arrives(ctx):
+def test_p2p_communicator_a_tensor_on_another_device_is_refused_and_the_next_one_arrives(ctx):
     comm = P2PCommunicator(ctx, dtype=torch.float32)
     if ctx.rank == 0:
         with pytest.raises(ValueError, match="send_next: sends tensors on .*, not on meta; move it there first"):

@@ -94,7 +94,7 @@ def assert_same_losses(got, want):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-def test_a_transformer_block_trains_as_the_unsharded_one(ctx, sequence_parallel):
+def test_parallelize_trains_a_transformer_block_as_the_unsharded_one(ctx, sequence_parallel):
     torch.manual_seed(3)
     model = Block()
     reference = copy.deepcopy(model).double()
@@ -123,7 +123,7 @@ def test_a_transformer_block_trains_as_the_unsharded_one(ctx, sequence_parallel)
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
-def test_a_swapped_model_is_exact_on_integers(ctx):
+def test_parallelize_is_exact_on_integers(ctx):
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5, bias=False), nn.ReLU(), nn.Linear(5, 4))
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
@@ -502,7 +502,7 @@ def test_parallelize_compares_gradients_seldom_and_by_more_than_rounding(ctx):
 
 
 @pytest.mark.ranks(4)
-def test_a_mesh_or_a_group_stands_for_its_context(ctx):
+def test_parallelize_takes_a_mesh_or_a_group_for_its_context(ctx):
     """On a mesh of 2 x 2, each pair of ranks holds a model of its own."""
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.full((3, 4), 1.0 + mesh["dp"].get_local_rank())
@@ -546,7 +546,7 @@ def test_parallelize_refuses_plans_that_differ_between_ranks_before_anything_cha
 
 
 @pytest.mark.ranks(2)
-def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
+def test_parallelize_refuses_a_plan_that_does_not_fit_and_changes_nothing(ctx):
     torch.manual_seed(0)
     model = nn.ModuleDict(
         dict(

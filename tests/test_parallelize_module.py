@@ -193,7 +193,7 @@ LAYOUTS = [  # (style's name, shape of the input, its layout as it comes, input_
 
 
 @pytest.mark.ranks(2)
-def test_styles_compute_what_the_linear_does_exactly(ctx):
+def test_colwise_and_rowwise_parallel_compute_what_the_linear_does_exactly(ctx):
     """On integers, where every sum is exact: outputs, their kinds and placements, and all gradients."""
     mesh = tp_mesh(ctx)
     linear = nn.Linear(6, 5).to(ctx.device)
@@ -329,7 +329,7 @@ def test_rowwise_parallel_splits_an_embedding_by_its_vocabulary(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_styles_compute_by_this_librarys_operations(ctx):
+def test_colwise_and_rowwise_parallel_compute_by_this_librarys_operations(ctx):
     """Which of them, by the calls that reach the context."""
     calls, call = [], type(ctx).call
     mesh = tp_mesh(ctx)

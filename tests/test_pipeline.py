@@ -140,7 +140,9 @@ def messages(trace, edge):
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_schedule_ends_on_every_transport_and_leaves_nothing_open(overlap, forward_only):
+def test_forward_backward_pipelining_ends_in_every_schedule_on_every_transport_and_leaves_nothing_open(
+    overlap, forward_only
+):
     for size, num_chunks, count in PLANS:
         made = traces(size, num_chunks, count, overlap=overlap, forward_only=forward_only, deallocate=overlap)
         lists = [trace for trace, _ in made]
@@ -155,14 +157,14 @@ def test_every_schedule_ends_on_every_transport_and_leaves_nothing_open(overlap,
                 assert sorted({number for verb, e, number in trace if (verb, e) == ("wait", edge)}) == mine
 
 
-def test_one_rank_needs_no_shape():
+def test_forward_backward_pipelining_needs_no_shape_on_one_rank():
     stage = Scale()
     comm = P2PCommunicator(Ranks(0, 1), backend=Recorder())
     losses = forward_backward_pipelining([stage], [(torch.ones(1), None)] * 2, lambda y, _: y.sum(), comm)
     assert losses == [1.0, 1.0] and stage.weight.grad.tolist() == [1.0]
 
 
-def test_a_stage_that_does_not_use_what_it_gets_sends_zeros_back():
+def test_forward_backward_pipelining_sends_zeros_back_from_a_stage_that_does_not_use_what_it_gets():
     wire = Recorder()
     stage = nn.Linear(1, 1)
     stage.forward = lambda x: stage.weight.sum()
@@ -172,7 +174,7 @@ def test_a_stage_that_does_not_use_what_it_gets_sends_zeros_back():
 
 
 @pytest.mark.parametrize("deallocate", [False, True])
-def test_no_handle_is_dropped_and_without_backward_no_activation_is_kept(deallocate):
+def test_forward_backward_pipelining_drops_no_handle_and_without_backward_keeps_no_activation(deallocate):
     kept = []
 
     class Counted(Scale):
@@ -193,14 +195,14 @@ def test_no_handle_is_dropped_and_without_backward_no_activation_is_kept(dealloc
     assert not warned
 
 
-def test_the_model_of_transports_sees_a_deadlock():
+def test_forward_backward_pipelining_in_the_model_of_transports_shows_a_deadlock():
     both_wait_first = [[("send", "send_next", 0), ("wait", "send_next", 0), ("recv", "recv_prev", 0)]] * 2
     assert not finishes(both_wait_first)
     two_first = [("send", "send_next", 0), ("send", "send_next", 1), ("recv", "recv_prev", 0), ("wait", "recv_prev", 0)]
     assert not finishes([two_first] * 2, slots=1) and finishes([two_first] * 2, slots=2)
 
 
-def test_interleaving_in_single_steps_without_overlap_would_deadlock(monkeypatch):
+def test_forward_backward_pipelining_interleaved_in_single_steps_without_overlap_would_deadlock(monkeypatch):
     def in_single_steps(*arguments, **options):
         return schedule(*arguments, **options | {"overlap": True})
 
@@ -210,7 +212,9 @@ def test_interleaving_in_single_steps_without_overlap_would_deadlock(monkeypatch
 
 
 @pytest.mark.parametrize("size, num_chunks, count", PLANS)
-def test_every_microbatch_passes_every_chunk_once_forward_then_backward(size, num_chunks, count):
+def test_forward_backward_pipelining_passes_every_microbatch_through_every_chunk_once_forward_then_backward(
+    size, num_chunks, count
+):
     for rank, overlap in itertools.product(range(size), (False, True)):
         steps = [step for turn in schedule(rank, size, num_chunks, count, overlap=overlap) for step in turn]
         everything = {(microbatch, chunk) for microbatch in range(count) for chunk in range(num_chunks)}
@@ -228,7 +232,7 @@ def test_every_microbatch_passes_every_chunk_once_forward_then_backward(size, nu
             assert order == sorted(order)
 
 
-def test_one_forward_one_backward_is_what_it_is_called():
+def test_forward_backward_pipelining_is_one_forward_one_backward():
     turns = schedule(0, 2, 1, 4)
     assert " ".join(str(step) for turn in turns for step in turn) == "F0.0 F1.0 B0.0 F2.0 B1.0 F3.0 B2.0 B3.0"
     turns = schedule(1, 2, 2, 4)
@@ -240,7 +244,7 @@ def test_one_forward_one_backward_is_what_it_is_called():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_even_ranks_send_first_and_odd_ranks_receive_first(rank):
+def test_forward_backward_pipelining_lets_even_ranks_send_first_and_odd_ranks_receive_first(rank):
     wire = Recorder()
     comm = P2PCommunicator(Ranks(rank, 4), backend=wire)
     comm.send_forward_backward_recv_forward_backward(torch.ones(1), torch.ones(1), True, True, (1,))
@@ -421,7 +425,7 @@ SHAPE = (CONFIG.sequence, CONFIG.batch, CONFIG.features)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_a_pipeline_trains_to_the_losses_of_the_model_that_is_not_split(ctx, backend, num_chunks):
+def test_forward_backward_pipelining_trains_to_the_losses_of_the_model_that_is_not_split(ctx, backend, num_chunks):
     """The same products of the same numbers, and gradients summed in the order of microbatches: equal, not close.
 
     A GPU's libraries may choose another kernel for the same product, so there only the four forms are equal.
@@ -443,7 +447,7 @@ def test_a_pipeline_trains_to_the_losses_of_the_model_that_is_not_split(ctx, bac
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("exchanged", [False, True], ids=["known", "exchanged"])
-def test_sequences_of_different_lengths_train_to_the_same_losses(ctx, backend, exchanged):
+def test_forward_backward_pipelining_trains_sequences_of_different_lengths_to_the_same_losses(ctx, backend, exchanged):
     lengths = [6, 1, 4, 5]
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096, variable_seq_lengths=exchanged)
     with sdpa_kernel(SDPBackend.MATH):
@@ -462,7 +466,7 @@ def test_sequences_of_different_lengths_train_to_the_same_losses(ctx, backend, e
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forward_only_gives_the_losses_and_no_gradients(ctx, backend):
+def test_forward_backward_pipelining_forward_only_gives_the_losses_and_no_gradients(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096)
     chunks = stages_of(build().to(comm.device), comm.rank, comm.size, 2)
     data = batches(CONFIG, 4, 0, comm.device)
@@ -493,7 +497,7 @@ class Twice(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_stages_may_pass_dicts_and_lists(ctx, backend):
+def test_forward_backward_pipelining_passes_dicts_and_lists(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096)
     stage = Twice(ctx.rank == 0).to(comm.device)
     data = [(torch.arange(3.0, device=comm.device) + number, None) for number in range(3)]
@@ -560,7 +564,7 @@ def gradients_of(ctx, stages, comm, shape, deallocate, frozen=False):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("used", [False, True], ids=["passed on", "used too"])
 @pytest.mark.parametrize("constant", [False, True], ids=["gradient", "constant"])
-def test_what_a_stage_passes_on_is_not_freed(ctx, constant, used):
+def test_forward_backward_pipelining_does_not_free_what_a_stage_passes_on(ctx, constant, used):
     """Cut to one element, it would give a gradient of one element, and the stage before takes its first numbers."""
     comm = P2PCommunicator(ctx, slot_bytes=4096)
     stages = [lambda: Branch(constant), lambda: PassOn(used), Join]
@@ -603,7 +607,9 @@ def test_forward_backward_pipelining_refuses_arguments_before_anything_is_sent()
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_the_next_stage_does_not_expect_is_refused_before_it_is_sent(forward_only, overlap):
+def test_forward_backward_pipelining_refuses_what_the_next_stage_does_not_expect_before_it_is_sent(
+    forward_only, overlap
+):
     data = [(torch.ones(rows, 3), None) for rows in (8, 8, 8, 5)]
     shapes = {"a": (8, 3), "b": (8, 3)}
     cases = [
@@ -626,7 +632,7 @@ def test_what_the_next_stage_does_not_expect_is_refused_before_it_is_sent(forwar
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("deallocate", [False, True])
-def test_a_stage_may_be_frozen(ctx, deallocate):
+def test_forward_backward_pipelining_takes_a_frozen_stage(ctx, deallocate):
     comm = P2PCommunicator(ctx, slot_bytes=4096)
     stages = [lambda: nn.Linear(16, 16)] * 2
     _, want = gradients_of(ctx, stages, comm, (8, 16), False)
@@ -636,7 +642,7 @@ def test_a_stage_may_be_frozen(ctx, deallocate):
 
 
 @pytest.mark.ranks(2)
-def test_a_handle_of_the_callers_own_may_be_open_and_shapes_must_be_known(ctx):
+def test_forward_backward_pipelining_lets_the_callers_handle_be_open_and_must_know_shapes(ctx):
     comm = P2PCommunicator(ctx, slot_bytes=4096)
     with pytest.raises(ValueError, match="tensor_shape is None.*variable_seq_lengths=True"):
         gradients_of(ctx, [lambda: nn.Linear(16, 16)] * 2, comm, None, True)

@@ -55,7 +55,7 @@ def random_units(rng):
 # The plan
 
 
-def test_the_worked_example_to_the_byte():
+def test_max_pool_plan_has_the_worked_example_to_the_byte():
     plan = MaxPoolPlan.build(hybrid(MI))
     sizes = [(slot.name, slot.nbytes) for slot in plan.slots]
     assert sizes == [
@@ -74,7 +74,7 @@ def test_the_worked_example_to_the_byte():
     assert lines[-1] == f"2 copies of {304 * MI:,} bytes"
 
 
-def test_every_unit_fits_and_no_smaller_pool_would_do():
+def test_max_pool_plan_fits_every_unit_and_no_smaller_one_would_do():
     rng = random.Random(0)
     for _ in range(2000):
         units = random_units(rng)
@@ -104,14 +104,14 @@ def test_every_unit_fits_and_no_smaller_pool_would_do():
         assert again.fingerprint == plan.fingerprint and again.slots == plan.slots and again.slot_of == plan.slot_of
 
 
-def test_sizes_are_padded_before_they_are_compared():
+def test_max_pool_plan_pads_sizes_before_it_compares_them():
     units = units_of(a=[(BF16, 9), (BF16, 8)], b=[(BF16, 10)])
     plan = MaxPoolPlan.build(units, pad_multiple=8)
     assert [slot.nbytes for slot in plan.slots] == [32, 16]
     assert plan.fingerprint != MaxPoolPlan.build(units, pad_multiple=2).fingerprint
 
 
-def test_fp8_and_uint8_of_one_unit_never_share_a_slot():
+def test_max_pool_plan_never_shares_a_slot_between_fp8_and_uint8_of_one_unit():
     plan = MaxPoolPlan.build(units_of(a=[(FP8, 64), (U8, 64), (torch.float8_e5m2, 32)]))
     assert sorted(slot.index for slot in plan.slot_of.values()) == [0, 1, 2]
     pool = MaxPoolAllocator(plan)
@@ -121,7 +121,7 @@ def test_fp8_and_uint8_of_one_unit_never_share_a_slot():
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
-def test_merged_dtypes_share_slots_by_their_bytes():
+def test_max_pool_plan_shares_slots_of_merged_dtypes_by_their_bytes():
     plan = MaxPoolPlan.build(units_of(a=[(BF16, 50), (FP8, 30)], b=[(U8, 120)]), merge_dtypes=True)
     assert [(slot.name, slot.nbytes) for slot in plan.slots] == [("uint8[0]", 120), ("uint8[1]", 30)]
     assert MaxPoolAllocator(plan).acquire(0).tensor.dtype == BF16
@@ -143,7 +143,7 @@ def test_max_pool_plan_refuses_what_is_no_whole_number_and_no_bucket():
             MaxPoolPlan.build(wrong, **options)
 
 
-def test_a_bucket_named_twice_is_refused_with_both_places():
+def test_max_pool_plan_refuses_a_bucket_named_twice_with_both_places():
     for units, others in [
         ({"a": [Bucket("w", BF16, 8)], "b": [Bucket("w", torch.float32, 8)]}, ()),
         ({"a": [Bucket("w", BF16, 8), Bucket("w", torch.float32, 8)]}, ()),
@@ -157,7 +157,7 @@ def test_a_bucket_named_twice_is_refused_with_both_places():
         MaxPoolPlan.build({None: []})
 
 
-def test_a_fixed_pool_takes_the_largest_class_of_equal_units():
+def test_fixed_pool_plan_takes_the_largest_class_of_equal_units():
     units = units_of(
         embed=[(BF16, 100)], a=[(BF16, 8), (U8, 4)], b=[(U8, 4), (BF16, 8)], c=[(BF16, 8), (U8, 4)], d=[(BF16, 9)]
     )
@@ -193,7 +193,7 @@ def give(pool, units, name):
         pool.release(bucket.id)
 
 
-def test_copies_are_chosen_for_each_slot_and_not_for_the_unit():
+def test_max_pool_allocator_chooses_copies_for_each_slot_and_not_for_the_unit():
     units = hybrid()
     pool = pool_of(units)
     take(pool, units, "dense"), take(pool, units, "mamba")
@@ -202,7 +202,7 @@ def test_copies_are_chosen_for_each_slot_and_not_for_the_unit():
     assert pool.acquire(3) is pool.acquire(3)  # what is held is held once
 
 
-def test_fifty_random_steps_find_every_bucket_where_it_was():
+def test_max_pool_allocator_finds_every_bucket_where_it_was_in_fifty_random_steps():
     rng = random.Random(1)
     names = [f"unit{i}" for i in range(6)]
     kinds = [[(BF16, 8), (U8, 5)], [(BF16, 30), (BF16, 4)], [(BF16, 17), (U8, 9), (U8, 3)]]
@@ -224,7 +224,7 @@ def test_fifty_random_steps_find_every_bucket_where_it_was():
     assert all(base <= address < base + pool.memory.numel() for found in seen.values() for address in found)
 
 
-def test_a_copy_that_is_taken_warns_or_raises_and_moves_nothing_for_good():
+def test_max_pool_allocator_warns_or_raises_where_a_copy_is_taken_and_moves_nothing_for_good():
     units = units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 8)])
     for strict in ("warn", "error", False):
         pool = pool_of(units, strict_assignments=strict)
@@ -248,7 +248,7 @@ def test_a_copy_that_is_taken_warns_or_raises_and_moves_nothing_for_good():
             assert take(pool, units, "a") == first
 
 
-def test_a_miss_under_capture_raises_though_it_would_only_warn(monkeypatch):
+def test_max_pool_allocator_raises_at_a_miss_under_capture_though_it_would_only_warn(monkeypatch):
     units = units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 8)])
     pool = pool_of(units)
     take(pool, units, "a"), give(pool, units, "a"), take(pool, units, "b"), give(pool, units, "b")
@@ -258,7 +258,7 @@ def test_a_miss_under_capture_raises_though_it_would_only_warn(monkeypatch):
         take(pool, units, "a")
 
 
-def test_the_third_tenant_is_refused_and_told_who_holds_the_slot():
+def test_max_pool_allocator_refuses_the_third_tenant_and_tells_who_holds_the_slot():
     units = units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 8)])
     pool = pool_of(units)
     take(pool, units, "a"), take(pool, units, "b")
@@ -271,7 +271,7 @@ def test_the_third_tenant_is_refused_and_told_who_holds_the_slot():
     assert len({take(pool, units, name)[0] for name in "abc"}) == 3
 
 
-def test_releases_and_names_that_make_no_sense_are_refused():
+def test_max_pool_allocator_refuses_releases_and_names_that_make_no_sense():
     units = units_of(a=[(BF16, 8)])
     pool = pool_of(units)
     with pytest.raises(LeaseError, match="bucket 0 was released, but is not held; held are none"):
@@ -298,7 +298,7 @@ def test_releases_and_names_that_make_no_sense_are_refused():
             pool_of(units, **options)
 
 
-def test_empty_buckets_and_units_are_tenants_like_others():
+def test_max_pool_allocator_takes_empty_buckets_and_units_like_others():
     units = units_of(a=[(BF16, 0), (U8, 0)], b=[], c=[(BF16, 0), (BF16, 6)])
     pool = pool_of(units, others=[Bucket("none", BF16, 0)])
     assert [pool.acquire(bucket).tensor.numel() for bucket in (0, 1, 2, 3, "none")] == [0, 0, 0, 6, 0]
@@ -306,7 +306,7 @@ def test_empty_buckets_and_units_are_tenants_like_others():
         pool.release(bucket)
 
 
-def test_buckets_of_no_unit_have_memory_of_their_own_or_get_it_each_time():
+def test_max_pool_allocator_gives_buckets_of_no_unit_memory_of_their_own_or_each_time():
     units = units_of(a=[(BF16, 8)], b=[(BF16, 8)])
     others = [Bucket("embedding", BF16, 100), Bucket("head", torch.float32, 3)]
     pool = pool_of(units, others=others)
@@ -382,7 +382,7 @@ def reader_waits_for_itself(sim):
 
 
 @pytest.mark.parametrize("num_writers", [1, 2])
-def test_the_next_writer_on_any_stream_waits_for_the_last_reader(num_writers):
+def test_max_pool_allocator_lets_the_next_writer_on_any_stream_wait_for_the_last_reader(num_writers):
     for starve in subsets([*(f"writer{i}" for i in range(num_writers)), "reader"]):
         sim = Simulator()
         with sim:
@@ -392,7 +392,7 @@ def test_the_next_writer_on_any_stream_waits_for_the_last_reader(num_writers):
         assert [total.item() / 256 for total in sums] == [1, 2, 3, 4] * 2
 
 
-def test_whoever_closes_a_pool_is_behind_its_last_reader():
+def test_max_pool_allocator_is_closed_behind_its_last_reader():
     sim, units = Simulator(), units_of(a=[(BF16, 256)])
     comm = sim.Stream("comm")
     with sim:
@@ -412,7 +412,7 @@ def test_whoever_closes_a_pool_is_behind_its_last_reader():
 
 
 @pytest.mark.parametrize("num_writers", [1, 2])
-def test_a_limiter_that_waits_on_the_readers_stream_is_found_out(num_writers):
+def test_max_pool_allocator_whose_limiter_waits_on_the_readers_stream_is_found_out(num_writers):
     sim = Simulator()
     with sim:
         sums = fills(sim, reader_waits_for_itself(sim), num_writers)
@@ -423,7 +423,7 @@ def test_a_limiter_that_waits_on_the_readers_stream_is_found_out(num_writers):
     assert [total.item() / 256 for total in sums] != [1, 2, 3, 4] * 2
 
 
-def test_two_copies_let_the_next_unit_be_written_while_this_one_is_read():
+def test_max_pool_allocator_with_two_copies_writes_the_next_unit_while_this_one_is_read():
     sim = Simulator()
     with sim:
         fills(sim, through_the_pool(sim), 1, steps=1)
@@ -455,7 +455,7 @@ def trace(pool, units, order, **options):
     return most
 
 
-def test_a_tied_embedding_gathers_nothing_ahead_while_the_last_layer_runs():
+def test_max_pool_allocator_gathers_nothing_ahead_for_a_tied_embedding_while_the_last_layer_runs():
     units = units_of(**{f"layer{i}": [(BF16, 64), (BF16, 32)] for i in range(4)})
     order = ["embedding", "layer0", "layer1", "layer2", "layer3"]
     pool = pool_of(units, others=[Bucket("embedding", BF16, 100)], strict_assignments=False)
@@ -473,7 +473,7 @@ def test_a_tied_embedding_gathers_nothing_ahead_while_the_last_layer_runs():
             pool.acquire(bucket)
 
 
-def test_buckets_ahead_follow_a_unit_that_is_only_not_pooled():
+def test_max_pool_allocator_goes_ahead_behind_a_unit_that_is_only_not_pooled():
     """As they follow one that is pooled: no more units at once, and no fewer."""
     layers = {f"layer{i}": [(BF16, 64 + 2 * (i == 2)), (BF16, 32)] for i in range(5)}
     fixed, largest = (
@@ -487,7 +487,7 @@ def test_buckets_ahead_follow_a_unit_that_is_only_not_pooled():
     assert buckets_ahead(fixed, [0, 2, 4], range(10)) == []  # more units than copies, but only two of the pool
 
 
-def test_what_is_gathered_ahead_stops_at_the_copies_and_at_its_own_limit():
+def test_max_pool_allocator_stops_ahead_at_the_copies_and_at_its_own_limit():
     units = units_of(**{f"layer{i}": [(BF16, 64), (BF16, 32)] for i in range(4)})
     plan = MaxPoolPlan.build(units, others=[Bucket("norm", BF16, 4)])
     assert buckets_ahead(plan, [0, 1], range(8)) == [2, 3]
@@ -505,7 +505,7 @@ def test_what_is_gathered_ahead_stops_at_the_copies_and_at_its_own_limit():
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx):
+def test_max_pool_allocator_of_symmetric_memory_is_one_allocation_at_the_same_place_on_every_rank(ctx):
     units = hybrid(256)
     plan = MaxPoolPlan.build(units, others=[Bucket("embedding", BF16, 1000)], pad_multiple=ctx.size)
     allocations, empty, free = [], ctx.heap.empty, ctx.heap.largest
@@ -544,7 +544,7 @@ def test_fixed_pool_allocator_raises_another_plan_of_one_rank_on_every_rank(ctx)
 
 
 @pytest.mark.ranks(2)
-def test_ranks_whose_plans_or_orders_differ_are_told(ctx):
+def test_max_pool_allocator_tells_ranks_whose_plans_or_orders_differ(ctx):
     units = units_of(a=[(BF16, 8 + ctx.rank)], b=[(BF16, 8)])
     with pytest.raises(MismatchError, match="the ranks' plans differ .rank 0: .*, rank 1: "):
         MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", mesh=ctx)
@@ -595,7 +595,7 @@ def tenancies(pool, comm, waits, sleep, iterations):
 @gpu_only
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("iterations", [1000])
-def test_a_late_reader_never_sees_the_next_tenant(ctx, iterations):
+def test_max_pool_allocator_never_shows_a_late_reader_the_next_tenant(ctx, iterations):
     units = units_of(**{f"unit{i}": [(torch.float32, 4096)] for i in range(4)})
     comm = torch.cuda.Stream()
     for memory in ("torch", "symmetric"):
@@ -607,7 +607,7 @@ def test_a_late_reader_never_sees_the_next_tenant(ctx, iterations):
         pool.close()
 
 
-def test_nothing_in_a_message_of_a_plan_is_left_out():
+def test_max_pool_plan_leaves_nothing_out_of_its_messages():
     plan = MaxPoolPlan.build(units_of(a=[(BF16, 8)]), others=[Bucket("embedding", BF16, 100)])
     assert re.search(r"own +200 +embedding +none", str(plan)) and str(plan).endswith("and 256 beside them")
     plan = FixedPoolPlan.build(units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 9)]))

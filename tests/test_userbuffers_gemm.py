@@ -59,7 +59,7 @@ def reference(x, w):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("cublasmp", [False, True], ids=["userbuffers", "cublasmp"])
 @pytest.mark.parametrize("which", ["G1", "G2"])
-def test_all_gather_inside_a_product(ctx, which, cublasmp):
+def test_general_gemm_all_gather_inside_a_product(ctx, which, cublasmp):
     comm = make(ctx, which, torch.bfloat16, cublasmp=cublasmp)
     w = small((F, H), torch.bfloat16, 7 + ctx.rank, ctx)
     for call in range(CALLS):
@@ -83,7 +83,7 @@ def test_all_gather_inside_a_product(ctx, which, cublasmp):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("cublasmp", [False, True], ids=["userbuffers", "cublasmp"])
 @pytest.mark.parametrize("which", ["G3", "G4"])
-def test_reduce_scatter_inside_a_product(ctx, which, cublasmp):
+def test_general_gemm_reduce_scatter_inside_a_product(ctx, which, cublasmp):
     comm = make(ctx, which, torch.bfloat16, cublasmp=cublasmp)
     weights = [small((H, F), torch.bfloat16, 7 + rank, ctx) for rank in range(ctx.size)]
     for call in range(CALLS):
@@ -100,7 +100,7 @@ def test_reduce_scatter_inside_a_product(ctx, which, cublasmp):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("margin", [False, True], ids=["all programs", "margin"])
-def test_collectives_beside_a_product(ctx, margin):
+def test_general_gemm_collectives_beside_a_product(ctx, margin):
     """G5 and G6; on GPUs with CUDA_DEVICE_MAX_CONNECTIONS as it was when the ranks started."""
     comm = make(ctx, "bulk", torch.bfloat16, set_sm_margin=margin, num_comm_sm=2)
     for call in range(CALLS):
@@ -125,7 +125,7 @@ def test_collectives_beside_a_product(ctx, margin):
 
 
 @pytest.mark.ranks(2)
-def test_rows_of_several_dimensions_stay_so(ctx):
+def test_general_gemm_rows_of_several_dimensions_stay_so(ctx):
     """[s, b, hidden], as the layers of a model pass it."""
     size, batch = ctx.size, 4
     gather, scatter = make(ctx, "G1", torch.bfloat16), make(ctx, "G3", torch.bfloat16)
@@ -157,7 +157,7 @@ def test_rows_of_several_dimensions_stay_so(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_buffer_that_inference_asked_for_first_can_be_written_afterwards(ctx):
+def test_general_gemm_a_buffer_that_inference_asked_for_first_can_be_written_afterwards(ctx):
     comm = make(ctx, "G1", torch.bfloat16)
     mine = small((S // ctx.size, H), torch.bfloat16, 1, ctx)
     with torch.inference_mode():
@@ -168,7 +168,7 @@ def test_a_buffer_that_inference_asked_for_first_can_be_written_afterwards(ctx):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_all_reduce_inside_a_product(ctx, dtype):
+def test_general_gemm_all_reduce_inside_a_product(ctx, dtype):
     """G15, through a row layer without sequence parallelism."""
     te.initialize_ub([64, 64], ctx.size, dtype=dtype)
     layer = te.Linear(
@@ -186,7 +186,7 @@ def test_all_reduce_inside_a_product(ctx, dtype):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_layout(ctx, dtype):
+def test_general_gemm_every_layout(ctx, dtype):
     """C1 to C9: all-gather of [m, n, k] 256 x 128 x 64 and reduce-scatter of 64 x 128 x 256, m the features."""
     gather = te.CommOverlapP2P([128, 64], dtype, helper(ctx), 2, AG)
     scatter = te.CommOverlapP2P([128, 64], dtype, helper(ctx), 2, RS)
@@ -228,7 +228,7 @@ def operands(ctx, ub_type, seed):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["alone", "AG", "RS", "bulk"])
-def test_bias_gelu_alpha_and_beta_apply_once_to_the_full_sum(ctx, kind):
+def test_general_gemm_bias_gelu_alpha_and_beta_apply_once_to_the_full_sum(ctx, kind):
     ub_type = {"AG": AG, "RS": RS}.get(kind)
     overlap = {}
     if kind == "bulk":
@@ -276,7 +276,7 @@ def test_bias_gelu_alpha_and_beta_apply_once_to_the_full_sum(ctx, kind):
 
 
 @pytest.mark.ranks(2)
-def test_fp32_results_of_bf16_operands_are_rounded_once(ctx):
+def test_general_gemm_fp32_results_of_bf16_operands_are_rounded_once(ctx):
     comm = te.CommOverlapP2P([24, 20], torch.bfloat16, helper(ctx), 2, AG)
     every = [normal((12, 20), torch.bfloat16, rank, ctx.device) for rank in range(2)]
     w = normal((16, 20), torch.bfloat16, 9, ctx.device)
@@ -293,7 +293,7 @@ def test_fp32_results_of_bf16_operands_are_rounded_once(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_uneven_rows_are_named_by_the_caller(ctx):
+def test_general_gemm_uneven_rows_are_named_by_the_caller(ctx):
     rows = (11, 6)
     comm = te.CommOverlapP2P([17, 20], torch.float32, helper(ctx), 2, AG)
     every = [small((count, 20), torch.float32, rank, ctx) for rank, count in enumerate(rows)]
@@ -304,7 +304,7 @@ def test_uneven_rows_are_named_by_the_caller(ctx):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("options", [dict(num_splits=5), dict(num_splits=64), dict(num_comm_sm=1)], ids=str)
-def test_splits_that_divide_nothing_lose_nothing(ctx, options):
+def test_general_gemm_splits_that_divide_nothing_lose_nothing(ctx, options):
     """An odd number of ranks, features that no split divides, more splits than rows."""
     comm = te.CommOverlap([64, 31], torch.float32, helper(ctx), 3, **options)
     every = [(small((64, 8), torch.float32, r, ctx), small((31, 8), torch.float32, 9 + r, ctx)) for r in range(3)]
@@ -318,7 +318,7 @@ def test_splits_that_divide_nothing_lose_nothing(ctx, options):
 
 
 @pytest.mark.ranks(2)
-def test_options_reach_the_kernel(ctx):
+def test_general_gemm_options_reach_the_kernel(ctx):
     """num_sm, num_splits, aggregate, use_ce and set_sm_margin change what is launched, and no result (see above)."""
     one = torch.ones(1, device=ctx.device)
 
@@ -372,7 +372,7 @@ def test_general_gemm_takes_no_other_communicators_prepared_call(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_large_shares_of_a_ring_exchange_travel_by_the_copy_engine(ctx):
+def test_general_gemm_large_shares_of_a_ring_exchange_travel_by_the_copy_engine(ctx):
     """use_ce does what it says, of sizes where copies are faster, and their room is there from construction on."""
     tokens, hidden = 4096, 4096
     one = torch.ones(1, device=ctx.device)
@@ -395,7 +395,7 @@ def test_large_shares_of_a_ring_exchange_travel_by_the_copy_engine(ctx):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("comm_type", [AG, RS], ids=["AG", "RS"])
-def test_a_ring_exchange_by_copies_is_right(ctx, comm_type):
+def test_general_gemm_a_ring_exchange_by_copies_is_right(ctx, comm_type):
     """Twice, with other tokens in between; three ranks' rows don't divide."""
     comm = te.CommOverlapP2P([S + 1, H], torch.float32, helper(ctx), ctx.size, comm_type)
     chosen = communicators.overlap_config
@@ -419,7 +419,7 @@ def test_a_ring_exchange_by_copies_is_right(ctx, comm_type):
 @pytest.mark.ranks(2)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["bulk", "ring exchange", "ring exchange by programs"])
-def test_collectives_of_parts_that_copies_may_carry_find_their_room_on_either_stream(ctx, kind):
+def test_general_gemm_collectives_of_parts_that_copies_may_carry_find_their_room_on_either_stream(ctx, kind):
     shape = [8192, 1024]
     rows = split_rows(shape[0], 2)
     assert collectives.DEFAULT.copies(4 * rows[0] * shape[1], ctx)
@@ -439,7 +439,7 @@ def test_collectives_of_parts_that_copies_may_carry_find_their_room_on_either_st
 
 
 @pytest.mark.ranks(2)
-def test_room_is_made_at_construction_whatever_the_layout(ctx):
+def test_general_gemm_room_is_made_at_construction_whatever_the_layout(ctx):
     comm = te.CommOverlapP2P([96, 40], torch.float32, helper(ctx), 2, RS)
     gather = te.CommOverlapP2P([96, 40], torch.float32, helper(ctx), 2, AG)
     for made in (comm, gather):
@@ -461,7 +461,7 @@ def test_room_is_made_at_construction_whatever_the_layout(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
+def test_general_gemm_wrong_calls_are_refused_before_anything_is_launched(ctx):
     ring = te.CommOverlapP2P([8, 8], torch.float32, helper(ctx), 2, AG)
     collective = te.CommOverlap([8, 8], torch.float32, helper(ctx), 2)
     x, w = torch.ones(4, 8, device=ctx.device), torch.ones(8, 8, device=ctx.device)
@@ -610,7 +610,7 @@ def test_comm_overlap_looks_at_each_of_its_arguments(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
+def test_general_gemm_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     """general_gemm and the communicators against the plain operators, and a second call like the first."""
     te.initialize_ub([64, 32], 2, dtype=torch.float32)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
@@ -700,7 +700,7 @@ def test_general_gemm_sees_what_changes_between_calls(ctx):
         te.general_gemm(w, x, **call)
 
 
-def test_a_result_is_written_where_it_fits_and_nowhere_else():
+def test_general_gemm_a_result_is_written_where_it_fits_and_nowhere_else():
     device = runtime.device()
     x, w, buffer = torch.ones(8, 16, device=device), torch.ones(4, 16, device=device), torch.zeros(64, device=device)
     for shape in ((5, 4), (8, 3), (1, 4)):
@@ -715,7 +715,7 @@ def test_a_result_is_written_where_it_fits_and_nowhere_else():
 
 
 @pytest.mark.ranks(2)
-def test_prepared_calls_do_not_hold_the_communicator_or_its_buffer(ctx):
+def test_general_gemm_prepared_calls_do_not_hold_the_communicator_or_its_buffer(ctx):
     keep = te.CommOverlapP2P([64, 32], torch.float32, (shared := helper(ctx)), 2, AG)
     comms = [keep, te.CommOverlap([64, 32], torch.float32, shared, 2)]
     x, w = torch.ones(32, 32, device=ctx.device), torch.ones(24, 32, device=ctx.device)
@@ -730,7 +730,7 @@ def test_prepared_calls_do_not_hold_the_communicator_or_its_buffer(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
+def test_general_gemm_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
     """As if captured, no rank is met; what would need to is refused, and leaves no harm."""
     te.initialize_ub([64, 32], 2, dtype=torch.float32)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
@@ -751,7 +751,7 @@ def test_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
 
 @pytest.mark.ranks(2)
 @simulated_only
-def test_a_buffer_beyond_two_gigabytes_is_addressed_right(ctx):
+def test_general_gemm_a_buffer_beyond_two_gigabytes_is_addressed_right(ctx):
     """4.3 GB of bf16, of which little is touched: of two calls one goes through memory beyond element 2**31."""
     shape, few = ((1 << 22) + 6, 1 << 9), 6
     room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=16 << 30)  # pages that nobody touches cost nothing
@@ -780,7 +780,7 @@ def test_a_buffer_beyond_two_gigabytes_is_addressed_right(ctx):
 
 @pytest.mark.ranks(2)
 @gpu_only
-def test_tensors_beyond_two_gigabytes_travel_whole(ctx):
+def test_general_gemm_tensors_beyond_two_gigabytes_travel_whole(ctx):
     """Run with TKERNELS_POOL_BYTES of 32 GiB; 4.3 GB of bf16 are gathered, and reduced, inside a product."""
     if int(os.environ.get("TKERNELS_POOL_BYTES", 0)) < 32 << 30:
         pytest.skip("set TKERNELS_POOL_BYTES to 32 GiB or more")
@@ -808,7 +808,7 @@ def test_tensors_beyond_two_gigabytes_travel_whole(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_gather_beside_a_product_of_the_callers(ctx):
+def test_general_gemm_a_gather_beside_a_product_of_the_callers(ctx):
     comm = te.CommOverlap([16, 8], torch.float32, helper(ctx), 2, comm_type=AG, method="external", num_comm_sm=3)
     asked, all_gather = [], comm.all_gather
     comm.all_gather = lambda x, rows, out, programs: asked.append(programs) or all_gather(x, rows, out, programs)
@@ -828,7 +828,7 @@ def test_a_gather_beside_a_product_of_the_callers(ctx):
 @pytest.mark.ranks(2, 4)
 @gpu_only
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
-def test_the_first_call_can_be_captured(ctx, mode):
+def test_general_gemm_the_first_call_can_be_captured(ctx, mode):
     te.initialize_ub([1024, 512], ctx.size)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
     x = torch.zeros(1024 // ctx.size, 512, dtype=torch.bfloat16, device=ctx.device)
@@ -862,7 +862,7 @@ def test_the_first_call_can_be_captured(ctx, mode):
 
 @pytest.mark.ranks(2)
 @gpu_only
-def test_a_capture_that_needs_a_buffer_is_refused(ctx):
+def test_general_gemm_a_capture_that_needs_a_buffer_is_refused(ctx):
     comm = te.CommOverlap([64, 64], torch.float32, helper(ctx), 2)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(TkernelsError, match=r"call get_buffer\(\) once before the capture"), torch.cuda.graph(graph):
@@ -872,7 +872,7 @@ def test_a_capture_that_needs_a_buffer_is_refused(ctx):
 
 @pytest.mark.ranks(2)
 @gpu_only
-def test_a_call_on_another_stream_straight_after_init(ctx):
+def test_general_gemm_a_call_on_another_stream_straight_after_init(ctx):
     for round in range(5):
         te.initialize_ub([1024, 512], ctx.size)
         late(ctx, round % 2, 0.05)
@@ -889,7 +889,7 @@ def test_a_call_on_another_stream_straight_after_init(ctx):
 
 @pytest.mark.ranks(2, 4)
 @gpu_only
-def test_two_kernels_that_wait_for_peers_find_room_in_either_order(ctx):
+def test_general_gemm_two_kernels_that_wait_for_peers_find_room_in_either_order(ctx):
     """On every other rank the gather comes first, on the others the product with a reduce-scatter inside."""
     tokens, hidden = 4096, 1024
     comm = te.CommOverlapP2P([tokens, hidden], torch.bfloat16, helper(ctx, 256 << 20), ctx.size, RS)
@@ -927,7 +927,7 @@ def recording(beside, done):
 
 @pytest.mark.ranks(2, 4)
 @gpu_only
-def test_bulk_overlap_overlaps_and_its_result_is_ordered(ctx):
+def test_general_gemm_bulk_overlap_overlaps_and_its_result_is_ordered(ctx):
     """The collective is held up by a late rank; the product beside it has finished long before it."""
     comm = te.CommOverlap([4096, 1024], torch.bfloat16, helper(ctx, 128 << 20), ctx.size, set_sm_margin=False)
     x, w = (small((256, 256), torch.bfloat16, seed, ctx) for seed in (1, 2))

@@ -52,7 +52,7 @@ CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("partition", ["elements", "parameters"])
-def test_every_element_has_one_owner_and_a_place(ranks, partition):
+def test_zero_optimizer_every_element_has_one_owner_and_a_place(ranks, partition):
     capacity = 5 * ranks * ALIGN
     sizes = [1, 7, 16, 33, capacity, capacity + 1, 3, 2, 4, 64, 5, 6]
     parameters = [torch.zeros(size) for size in sizes]
@@ -83,7 +83,7 @@ def test_every_element_has_one_owner_and_a_place(ranks, partition):
             assert set(layout.part(flat, rank).tolist()) <= {0, 2 + rank}
 
 
-def test_whole_parameters_are_shared_out_evenly():
+def test_zero_optimizer_whole_parameters_are_shared_out_evenly():
     layouts = plan([torch.zeros(size) for size in (64, 48, 16, 32)], 256, 2, "parameters")
     assert [layout.rows for layout in layouts] == [(80, 80)]
 
@@ -190,7 +190,7 @@ def test_zero_optimizer_sums_exactly(ctx, options):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_two_dtypes_have_a_bucket_each(ctx, reduce_dtype):
+def test_zero_optimizer_two_dtypes_have_a_bucket_each(ctx, reduce_dtype):
     dtypes = [torch.float32, torch.bfloat16] * 4
     exact = Exact(ctx, SHAPES, dtypes, bucket_bytes=SMALL, reduce_dtype=reduce_dtype)
     for step in range(3):
@@ -217,7 +217,7 @@ def test_zero_optimizer_adds_up_what_ranks_and_micro_batches_use_in_no_sync(ctx)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_set_by_hand_count_before_backward_and_are_refused_after_it(ctx, stage):
+def test_zero_optimizer_gradients_set_by_hand_count_before_backward_and_are_refused_after_it(ctx, stage):
     exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, stage=stage)
     exact.parameters[1].grad = exact.gradient(1, ctx.rank, "by hand")
     exact.whole[1].grad = sum(exact.gradient(1, rank, "by hand") for rank in range(ctx.size)) / ctx.size
@@ -238,7 +238,7 @@ def test_gradients_set_by_hand_count_before_backward_and_are_refused_after_it(ct
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_deferred_weight_gradients_count(ctx, stage):
+def test_zero_optimizer_deferred_weight_gradients_count(ctx, stage):
     """Whatever the order in which they are computed, and though a rank has none of some layer."""
 
     def trained(delay):
@@ -274,7 +274,7 @@ UNUSED = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("unused", UNUSED)
-def test_ranks_may_leave_parameters_out(ctx, unused):
+def test_zero_optimizer_ranks_may_leave_parameters_out(ctx, unused):
     """What no rank used keeps its value, momentum and weight decay notwithstanding."""
     settings = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.25}
     exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, settings=settings)
@@ -285,7 +285,7 @@ def test_ranks_may_leave_parameters_out(ctx, unused):
 
 
 @pytest.mark.ranks(2)
-def test_weights_that_are_loaded_count_or_are_refused(ctx):
+def test_zero_optimizer_weights_that_are_loaded_count_or_are_refused(ctx):
     weight = nn.Parameter(torch.ones(40, device=ctx.device))
     zero = ZeroOptimizer([weight], torch.optim.SGD, mesh=ctx, lr=0.5)
     kept = weight.detach().clone()
@@ -323,7 +323,7 @@ def sgd_steps(ctx, model, optimizer, steps=2):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("before", ["alive", "removed", "dropped"])
-def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before):
+def test_zero_optimizer_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before):
     def optimizer(model):
         return ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, mesh=ctx, overlap_gather=model)
 
@@ -346,7 +346,7 @@ def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before)
 
 
 @pytest.mark.ranks(2)
-def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
+def test_zero_optimizer_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
     model = small_model(ctx)
     zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, mesh=ctx)
     sgd_steps(ctx, model.to(ctx.device, torch.float32), zero)  # as they were
@@ -372,7 +372,7 @@ def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_after_an_error_in_backward_or_step_training_goes_on(ctx):
+def test_zero_optimizer_after_an_error_in_backward_or_step_training_goes_on(ctx):
     class Failing(torch.optim.SGD):
         fails = False
 
@@ -435,7 +435,7 @@ def test_zero_optimizer_refuses_to_go_on_after_a_backward_that_failed_until_zero
 
 
 @pytest.mark.ranks(2)
-def test_fp16_sums_that_are_too_large_have_a_mean(ctx):
+def test_zero_optimizer_fp16_sums_that_are_too_large_have_a_mean(ctx):
     weight = nn.Parameter(torch.zeros(8, dtype=torch.float16, device=ctx.device))
     zero = ZeroOptimizer([weight], torch.optim.SGD, lr=1.0, mesh=ctx)
     for _ in range(2):
@@ -445,7 +445,7 @@ def test_fp16_sums_that_are_too_large_have_a_mean(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_groups_keep_their_options_and_closures_run(ctx):
+def test_zero_optimizer_groups_keep_their_options_and_closures_run(ctx):
     parameters = [nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(3)]
     frozen = nn.Parameter(torch.ones(3, device=ctx.device), requires_grad=False)
     groups = [{"params": parameters[:2]}, {"params": [parameters[2], frozen], "lr": 2.0}]
@@ -466,7 +466,7 @@ def test_groups_keep_their_options_and_closures_run(ctx):
 
 
 @pytest.mark.ranks(4)
-def test_experts_are_shared_by_some_of_the_ranks(ctx):
+def test_zero_optimizer_experts_are_shared_by_some_of_the_ranks(ctx):
     """Ranks 0 and 2 hold one expert, 1 and 3 another; each is averaged over all ranks, and leaves the others alone."""
     groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
     experts = tkernels.init(groups[ctx.rank % 2], heap_bytes=16 << 20)
@@ -492,7 +492,7 @@ def test_experts_are_shared_by_some_of_the_ranks(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ctx):
+def test_zero_optimizer_a_step_that_overflows_anywhere_is_skipped_everywhere(ctx):
     parameter = nn.Parameter(torch.ones(40, device=ctx.device, dtype=torch.float16))
     zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0, loss_scale="dynamic", bucket_bytes=SMALL)
     for step, value in enumerate([torch.inf if ctx.rank == 1 else 1.0, 0.5, torch.nan if ctx.rank == 0 else 1.0]):
@@ -504,7 +504,9 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_either_state(ctx, monkeypatch):
+def test_zero_optimizer_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_either_state(
+    ctx, monkeypatch
+):
     monkeypatch.setattr(zero_optimizer, "GROWTH_INTERVAL", 3)
 
     def made(loss_scale="dynamic"):
@@ -536,7 +538,7 @@ def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_ei
 
 
 @pytest.mark.ranks(2)
-def test_masters_keep_what_the_parameters_round_away(ctx):
+def test_zero_optimizer_masters_keep_what_the_parameters_round_away(ctx):
     parameter = nn.Parameter(torch.ones(40, device=ctx.device, dtype=torch.bfloat16))
     zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=2.0**-10)
     for _ in range(8):
@@ -561,7 +563,7 @@ def adam_of(ctx, model, **options):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("full", [False, True])
-def test_a_loaded_state_continues_to_the_bit(ctx, full):
+def test_zero_optimizer_a_loaded_state_continues_to_the_bit(ctx, full):
     (first, second), (third, _) = models(ctx), models(ctx, seed=1)
     want = trained(ctx, 4, adam_of(ctx, first), first)
     half = adam_of(ctx, second)
@@ -642,7 +644,7 @@ def test_zero_optimizer_has_an_optimizers_hooks_and_refuses_what_it_cant_do(ctx)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("partition", ["elements", "parameters"])
-def test_the_full_state_is_that_of_the_unsharded_optimizer(ctx, partition):
+def test_zero_optimizer_the_full_state_is_that_of_the_unsharded_optimizer(ctx, partition):
     adam = {"optimizer": torch.optim.Adam, "settings": {"lr": 0.5, "eps": 1.0}}
     exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, partition=partition, **adam)
     exact.backward(0)
@@ -665,7 +667,7 @@ def test_the_full_state_is_that_of_the_unsharded_optimizer(ctx, partition):
 
 
 @pytest.mark.ranks(2)
-def test_frozen_parameters_have_numbers_in_the_full_state(ctx):
+def test_zero_optimizer_frozen_parameters_have_numbers_in_the_full_state(ctx):
     settings = {"lr": 0.5, "eps": 1.0}
 
     def parameters(frozen):
@@ -707,7 +709,7 @@ def test_frozen_parameters_have_numbers_in_the_full_state(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_another_layout_is_refused(ctx):
+def test_zero_optimizer_another_layout_is_refused(ctx):
     model, other = models(ctx)
     state = adam_of(ctx, model).state_dict()
     rest = adam_of(ctx, other, bucket_bytes=1 << 16)
@@ -723,14 +725,14 @@ def test_another_layout_is_refused(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_start_from_the_values_of_rank_0(ctx):
+def test_zero_optimizer_ranks_start_from_the_values_of_rank_0(ctx):
     parameter = nn.Parameter(torch.full((40,), float(ctx.rank + 1), device=ctx.device))
     ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0)
     assert parameter.tolist() == [1.0] * 40
 
 
 @pytest.mark.ranks(2)
-def test_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
+def test_zero_optimizer_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
     """What the ranks split between them is refused; what a rank has whole is not, nor what is equal."""
     torch.manual_seed(0)
     split = ParallelMLP(8, 16, mesh=ctx)
@@ -766,7 +768,7 @@ REFUSED = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_sharded_is_refused_on_every_rank(ctx, message):
+def test_zero_optimizer_what_cannot_be_sharded_is_refused_on_every_rank(ctx, message):
     options = dict(REFUSED[message])
     parameter = nn.Parameter(torch.ones(4, device=ctx.device))
     params = options.pop("params", lambda p: [p])(parameter)
@@ -776,7 +778,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(ctx, message):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_differ_are_refused(ctx):
+def test_zero_optimizer_ranks_that_differ_are_refused(ctx):
     parameter = nn.Parameter(torch.ones(4 + ctx.rank, device=ctx.device))
     with pytest.raises(MismatchError, match="differ in parameters, stage") as refused:
         ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, stage=1 + ctx.rank)
@@ -953,7 +955,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["gradients in turn", "gradients that wait"])
 @pytest.mark.parametrize("starved", subsets(["main", "left", "right", "stream3"]))
-def test_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, starved, reverse):
+def test_zero_optimizer_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, starved, reverse):
     sim, got, want = simulate(monkeypatch, reverse=reverse)
     sim.check()
     sim.run(starve=starved)
@@ -1005,7 +1007,7 @@ def test_zero_optimizer_fills_a_bucket_while_the_one_before_it_is_reduced(monkey
     assert ends["reduce 0"] < ends["fill 2"] and (ends["fill 2"] < ends["reduce 1"]) == (buffers == 2)
 
 
-def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypatch):
+def test_zero_optimizer_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypatch):
     sim, tower = Simulator(), Tower(16, 1.0)
     monkeypatch.setattr(engine, "device_module", lambda device: sim)
     monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
@@ -1018,21 +1020,21 @@ def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypa
     sim.check()
 
 
-def test_a_step_waits_for_its_gathers_unless_they_overlap_with_forward(monkeypatch):
+def test_zero_optimizer_a_step_waits_for_its_gathers_unless_they_overlap_with_forward(monkeypatch):
     sim, got, want = simulate(monkeypatch, overlap_gather=False)
     sim.check()
     sim.run(starve=["stream3"])
     assert all(map(torch.equal, got, want))
 
 
-def test_the_simulation_sees_missing_waits(monkeypatch):
+def test_zero_optimizer_the_simulation_sees_missing_waits(monkeypatch):
     sim, got, want = simulate(monkeypatch, (Fence, "wait", lambda self, stream: None))
     assert {race.modes for race in sim.races} >= {"wr", "rw"}
     sim.run(starve=["left"])
     assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch):
+def test_zero_optimizer_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch):
     sim, tower = Simulator(), Tower(16, 1.0)
     options = {"lr": 1.0, "mesh": OneRank(), "overlap_gather": tower}
     monkeypatch.setattr(engine, "device_module", lambda device: sim)
@@ -1044,7 +1046,7 @@ def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch)
     sim.check()
 
 
-def test_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):
+def test_zero_optimizer_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):
     sim, *_ = simulate(monkeypatch, (ResidentEngine, "ready", lambda self, units=None: None))
     assert {race.kernels[0] for race in sim.races} == {"copy_", "gather"}  # of the own part, and of the others
 
@@ -1057,7 +1059,7 @@ def digest(parameters):
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "compiled"]
 )
-def test_overlap_changes_no_bit(ctx, compiled):
+def test_zero_optimizer_overlap_changes_no_bit(ctx, compiled):
     cuda = ctx.device.type == "cuda"
 
     def trained_hash(overlap):
@@ -1144,7 +1146,7 @@ def train_towers(ctx, steps, milliseconds, side_streams, compiled=False, overlap
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("steps, milliseconds", [(4, 50.0), (1000, 0.2)])
-def test_streams_that_are_late_change_no_bit(ctx, compiled, steps, milliseconds):
+def test_zero_optimizer_streams_that_are_late_change_no_bit(ctx, compiled, steps, milliseconds):
     want = train_towers(ctx, steps, 0, side_streams=False, compiled=compiled)
     assert train_towers(ctx, steps, milliseconds, True, compiled, overlap_gather=not compiled) == want
 
@@ -1152,7 +1154,7 @@ def test_streams_that_are_late_change_no_bit(ctx, compiled, steps, milliseconds)
 @gpu_only
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("owner, name", [(Fence, "wait"), (ResidentEngine, "ready")], ids=["fences", "gathers"])
-def test_streams_that_are_late_show_a_missing_wait(ctx, owner, name):
+def test_zero_optimizer_streams_that_are_late_show_a_missing_wait(ctx, owner, name):
     want = train_towers(ctx, 4, 0, side_streams=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *_: None)
@@ -1160,7 +1162,7 @@ def test_streams_that_are_late_show_a_missing_wait(ctx, owner, name):
 
 
 @pytest.mark.ranks(4)
-def test_tensor_parallel_ranks_clip_and_skip_alike(ctx):
+def test_zero_optimizer_tensor_parallel_ranks_clip_and_skip_alike(ctx):
     """What they share must not part: one norm of all parts, shared gradients counted once, one verdict."""
     replica, part = divmod(ctx.rank, 2)
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
