@@ -174,6 +174,9 @@ class Loop:
         """Begin again after a failure."""
         self.optimizer.zero_grad()
 
+    def after_failure(self):
+        """What is needed before the next forward."""
+
     def readable(self):
         """The model, whose parameters others may read."""
         return self.model
@@ -363,6 +366,9 @@ class Zero(Parallel):
     def no_sync(self):
         return self.optimizer.no_sync()
 
+    def after_failure(self):
+        self.discard()
+
     def clipped_step(self, max_norm):
         self.step()
         return self.optimizer.grad_norm
@@ -549,13 +555,13 @@ def failed(run):
         loss.register_hook(_fail)
         with pytest.raises(KeyError):
             loss.backward()
-        run.discard()
         for register in (run.model.layers[2].register_forward_hook, run.model.layers[1].register_full_backward_hook):
+            run.after_failure()
             hook = register(_fail)
             with pytest.raises(KeyError):
                 run.backward(x)
             hook.remove()
-            run.discard()
+        run.discard()
         run.backward(x)
         run.step()
 
@@ -669,6 +675,7 @@ def deepcopy(run):
 def written(run):
     for x in run.data:
         with torch.no_grad():
+            run.loss(x)  # which may leave whole parameters behind
             for parameter in run.readable().parameters():
                 parameter.mul_(0.99)
         run.backward(x)
