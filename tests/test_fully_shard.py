@@ -616,8 +616,8 @@ def test_fully_shard_gives_the_bits_of_torchs(ctx, policy, direct, monkeypatch):
         train_steps(model, adam(model), batches(ctx, 3), part)
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if "unused" not in name:  # torch leaves it without a gradient, and AdamW decays what has one
-            # The last bits of a CPU's products in bf16 depend on where the weight lies.
-            atol = 1e-4 if policy.param_dtype else 0
+            # The last bits of some CPUs' products depend on where the weight lies.
+            atol = 1e-4 if policy.param_dtype else 1e-7 if ctx.device.type == "cpu" else 0
             torch.testing.assert_close(ours._local_tensor, theirs._local_tensor, rtol=0, atol=atol)
         assert ours.placements == theirs.placements and ours.dtype == theirs.dtype == torch.float32
 
