@@ -22,7 +22,8 @@ import triton.language as tl
 
 from tkernels.comm import calls, runtime
 from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET
-from tkernels.comm.device_simulated import delay, give_up, refuse_unmapped, spin, spin_packets
+from tkernels.comm.device_simulated import delay, give_up, spin, spin_packets
+from tkernels.comm.simulated_network import refuse_unmapped
 
 if runtime.RUNTIME == "simulated":
     from tkernels.comm.simulated_network import fence as nvshmem_fence

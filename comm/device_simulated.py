@@ -4,7 +4,6 @@ Kernels call these functions in the interpreter; compiled code never reaches the
 """
 
 import ctypes
-import os
 import time
 
 import numpy
@@ -100,14 +99,3 @@ def clock_ns() -> int:
 def delay():
     """A random pause if the interpreter has a jitter seed; otherwise nothing."""
     interpreter.jitter()
-
-
-@interpreter.builtin
-def refuse_unmapped(offsets, target, rank):
-    """Raise TkernelsError if rank `target` is on another node than this process, whose rank is `rank`.
-
-    Its offset is 0 then; without a map of nodes, an offset of 0 is that of a loopback, whose peers are the rank itself.
-    """
-    target, offset = as_int(target), ctypes.c_int64.from_address(as_int(offsets) + 8 * as_int(target)).value
-    if os.environ.get("TKERNELS_NODES") and target != as_int(rank) and not offset:
-        raise TkernelsError(f"rank {as_int(rank)} can't load or store in the memory of rank {target}, on another node")

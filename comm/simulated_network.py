@@ -160,3 +160,14 @@ def quiet():
 
 def _program() -> tuple[int | None, int]:
     return interpreter.launch_number(), threading.get_ident()
+
+
+@interpreter.builtin
+def refuse_unmapped(offsets, target, rank):
+    """Raise TkernelsError if rank `target` is on another node than this process, whose rank is `rank`.
+
+    Its offset is 0 then. Without nodes, an offset of 0 is that of a loopback, whose peers are the rank itself.
+    """
+    target, offset = as_int(target), ctypes.c_int64.from_address(as_int(offsets) + 8 * as_int(target)).value
+    if _network.segments and target != as_int(rank) and not offset:
+        raise TkernelsError(f"rank {as_int(rank)} can't load or store in the memory of rank {target}, on another node")
