@@ -193,10 +193,11 @@ class Group:
                 raise TkernelsError(f"{what}: {type(error).__name__}: {error}. {way_out}") from error
 
     @contextlib.contextmanager
-    def checking(self):
+    def checking(self, call: str | None = None):
         """Collective. If the block raises on any rank, every rank raises the first of the errors; it must not meet.
 
         For arguments, which may be wrong on one rank alone: the others would wait for it in their next meeting.
+        call: as in `gather`, where a wrong argument leads elsewhere.
         """
         mine = None
         try:
@@ -204,7 +205,7 @@ class Group:
         except Exception as error:
             mine = error
         kind = next((kind for kind in (TypeError, ValueError) if isinstance(mine, kind)), TkernelsError)
-        errors = self.gather(mine and (kind, str(mine)))
+        errors = self.gather(mine and (kind, str(mine)), call)
         if len(set(errors)) > 1:
             rank = next(rank for rank, error in enumerate(errors) if error)
             kind, text = errors[rank]

@@ -369,6 +369,7 @@ def test_opcheck_passes_for_every_operator(ctx):
     finish, place = (one, one, None, "relu"), (rows, ctx.name, None)
     scaled = [
         (OPS.quantize, (x, "row", torch.float8_e4m3fn, False)),
+        (OPS.dequantize, (x8, one, torch.bfloat16)),
         (OPS.scaled_matmul, (x8, w8, *finish, None, True)),
         (OPS.scaled_all_gather_matmul, (x8[: rows[ctx.rank]], w8, *finish, torch.float32, True, True, *place)),
         (OPS.scaled_matmul_reduce_scatter, (x8, w8, *finish, None, None, True, *place)),

@@ -45,12 +45,13 @@ def starts_ranks(number: int):
 
 
 def over(ctx, transport, **options):
-    """Collective. A context of ctx's ranks over `transport`, kept as long as the ranks are alive."""
+    """Collective. A context of ctx's ranks over `transport`, kept as long as the ranks are alive, for the caller alone."""
     if not options and ctx.transport == transport:
         return ctx
     key = (transport, *sorted(options.items()))
     if key not in _open or _open[key].failed:
         _open[key] = tkernels.init(ctx.group.process_group, transport=transport, heap_bytes=64 << 20, **options)
+        _open[key].shared = False  # no mesh of a later test may stand for it
     return _open[key]
 
 

@@ -191,7 +191,7 @@ def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str])
 def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, float8) -> nn.Module:
     """Collective. parallelize in Megatron's vocabulary."""
     ctx = as_context(mesh, "parallelize: mesh")
-    with ctx.group.checking():
+    with ctx.group.checking("parallelize"):  # as for the other vocabulary, which one rank's wrong plan may look like
         asked = _match(model, plan, float8)
         styles = dict(asked)
         summed = _take_summed(model, styles)

@@ -75,7 +75,7 @@ def apply(
     replicate_rest: make DTensors of the other parameters too, of all modules that use their own.
     """
     mesh, ctx = as_mesh_and_context(mesh)
-    with ctx.group.checking():
+    with ctx.group.checking("parallelize"):
         if mesh.device_type != ctx.device.type:
             raise ValueError(
                 f"parallelize_module: the mesh is on {mesh.device_type}, but kernels run on {ctx.device.type}; make it "
