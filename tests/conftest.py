@@ -31,6 +31,7 @@ SAMPLED = {
     "test_ddp",
     "test_demo",
     "test_device",
+    "test_float8",
     "test_grad_bucket",
     "test_layers",
     "test_matmul_all_reduce",

@@ -58,6 +58,7 @@ def test_the_command_measures_what_it_draws_and_writes_records(checkout, tmp_pat
         assert line["path"] == ("kernel" if ranks == 1 else "fused")
 
 
+@pytest.mark.exhaustive  # the commands alone take 20 s
 def test_the_command_measures_given_sizes_rounded_up_as_well_and_stops_at_its_budget(checkout):
     def run(arguments):
         return subprocess.run(

@@ -45,7 +45,7 @@ def starts_ranks(number: int):
 
 
 def over(ctx, transport, **options):
-    """Collective. A context of ctx's ranks over `transport`, kept as long as the ranks are alive, for the caller alone."""
+    """Collective. The caller's own context of these ranks over `transport`, kept as long as the ranks are alive."""
     if not options and ctx.transport == transport:
         return ctx
     key = (transport, *sorted(options.items()))
