@@ -50,7 +50,8 @@ def over(ctx, transport, **options):
         return ctx
     key = (transport, *sorted(options.items()))
     if key not in _open or _open[key].failed:
-        _open[key] = tkernels.init(ctx.group.process_group, transport=transport, heap_bytes=64 << 20, **options)
+        options |= {"transport": transport, "heap_bytes": 64 << 20, "default": False}
+        _open[key] = tkernels.init(ctx.group.process_group, **options)
         _open[key].shared = False  # no mesh of a later test may stand for it
     return _open[key]
 
