@@ -41,6 +41,7 @@ import tkernels
 from tkernels import gemm, gpus, tuned
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
+from tkernels.comm.calls import local_calls
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import FP8, result_dtype, with_room_for
 from tkernels.gpus import GPU, GPUS, H200
@@ -557,6 +558,7 @@ def run_case(name: str, describe=None) -> dict:
         return {"skip": "nvidia-nvshmem-cu13 is not installed, whose device code this would link"}
     prepare()
     _compiled.clear()
+    local_calls.clear()  # that were prepared for another GPU
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = set(_compiled)
