@@ -683,6 +683,21 @@ def test_fully_shard_follows_conversions_and_assigned_state_dicts(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_fully_shard_runs_a_whole_model_after_a_part_of_it_whose_graph_is_kept(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(ctx.device)
+    twin, x = copy.deepcopy(model).double(), normal((4, 8), torch.float32, 1, device=ctx.device)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(ctx))
+    kept = model[1](x.requires_grad_())  # no backward of it may come
+    for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):  # nor may it keep the memory for another dtype
+        model.to(dtype)
+        y = model(x.to(dtype))
+        assert y.dtype == dtype and (y.double() - twin(x.double())).abs().max() < error
+    assert kept.grad_fn is not None
+
+
+@pytest.mark.ranks(2)
 def test_fully_shard_of_a_list_is_one_unit_and_takes_forward_methods(ctx):
     class Two(Hybrid):
         def forward(self, x):

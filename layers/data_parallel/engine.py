@@ -115,7 +115,7 @@ class Engine:
         self.dev = device_module(self.device)
         self.comm_stream = self.dev.Stream() if root.options.overlap else None
         self.pool: MaxPoolAllocator | None = None
-        self._planned, self.sharing = None, set()  # the units that take turns in the pool
+        self._kinds, self.sharing = None, set()  # of groups, by dtype; the units that take turns in the pool
         self._weight_slot = Slot(dev=self.dev, name="sharded parameters")
         self._sum_slot = Slot(dev=self.dev, name="gradients of sharded parameters")
         self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
@@ -277,11 +277,9 @@ class Engine:
     def _plan(self):
         """Make the pool, or another one if other units are kept now."""
         sharing = {unit for unit in self.units if unit.shares_memory()}
-        planned = [
-            (unit in sharing, *((group.param_dtype, group.in_place) for group in unit.groups)) for unit in self.units
-        ]
-        # A backward that is to come needs the parameters where its forward had them.
-        if planned == self._planned or any(call.to_end() for unit in self.units for call in unit.calls):
+        kinds = [[(group.param_dtype, group.in_place) for group in unit.groups] for unit in self.units]
+        # Who shares may change between a forward and its backward, which needs the parameters where they were.
+        if kinds == self._kinds and (sharing == self.sharing or any(c.to_end() for u in self.units for c in u.calls)):
             return
 
         def buckets(unit):
@@ -300,7 +298,7 @@ class Engine:
         self.pool = None  # first, so that both are never there at once
         # Backward reads parameters at the addresses that forward saved, so a move is an error.
         self.pool = MaxPoolAllocator(plan, strict_assignments="error", device=self.device, dev=self.dev)
-        self._planned, self.sharing = planned, sharing
+        self._kinds, self.sharing = kinds, sharing
         if all(ctx.rank == 0 for ctx in self.root.ranks.contexts):
             _log.info("the memory of gathered parameters\n%s", self.pool)
 
