@@ -409,14 +409,20 @@ def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsy
     assert command("--export -", capsys) == ""
 
 
-def test_tune_list_shows_records_of_odd_values(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "[/blue]"))
-    for odd in ({"operation": ["matmul"]}, {"ranks": {}, "gpu": "[/red]"}):
-        key = tuned.place(1, "local") | {"operation": "matmul"} | odd
-        tuned.save({"key": key, "us": "fast", "default_us": float("nan")})
+def test_tune_list_shows_the_oddest_records_and_no_escape_sequence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "[/blue]\x1b[31m"))
+    odd = {"operation": ["matmul"]}, {"operation": "\x1b[2Jred[/blue]"}, {"ranks": {}, "gpu": 5, "K": "\ud800"}
+    for number, key in enumerate(odd):
+        record = {"key": tuned.place(1, "local") | {"operation": "matmul"} | key}
+        record |= ({"us": "fast", "default_us": 10**400}, {"us": None, "date": []}, {"us": float("nan")})[number]
+        tuned.save(record)
+    with open(tuned.path(), "a") as records:
+        records.write("\x1b[2J\n")
     said = command("--list", capsys)
-    assert "fast" in said and "['matmul']" in said and "{} x [/red]" in said
-    assert len(command("--export -", capsys).splitlines()) == 2
+    assert "\x1b" not in said and "fast" in said and "['matmul']" in said and "{} x 5" in said
+    assert r"\x1b[2Jred[/blue]" in "".join(said.split())
+    assert len(command("--export -", capsys).splitlines()) == 3
+    assert command("--clear", capsys).startswith("3 records removed") and "\x1b" not in command("--clear", capsys)
 
 
 @pytest.mark.quick

@@ -76,10 +76,11 @@ def test_the_records_of_the_package_are_read(monkeypatch):
         (b"[1, 2]", "it is JSON, but no record"),
         (b'{"key": 3}', "it is JSON, but no record"),
         (b"[" * 200_000, "it is no JSON"),
+        (b'{"format": 1, "key": {}, "note": ' + b"[" * 500 + b"]" * 500 + b"}", "it is JSON, but no record"),
         (b'{"format": 99, "key": {"operation": "matmul"}}', "its format is 99, and this version reads 1"),
         (b'{"format": 1, "key": {"operation": "matmul", "gpu": "H200"}}', "its key lacks ranks, tkernels"),
     ],
-    ids=["cut off", "binary", "a list", "another tool's", "deep", "another format", "no place"],
+    ids=["cut off", "binary", "a list", "another tool's", "deep", "as deep as python", "another format", "no place"],
 )
 def test_known_reports_and_ignores_a_line_that_holds_no_record(cache, content, reason):
     tuned.save(record(us=1.0))
@@ -123,9 +124,17 @@ def test_save_leaves_nothing_of_a_record_that_cant_be_written(cache):
     assert tuned.saved() == ([], {}) and not cache.exists()
 
 
+def test_known_reports_what_is_no_file_and_never_opens_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "a\x1b[2Jb"))
+    tuned.path().parent.mkdir()
+    os.mkfifo(tuned.path())  # to open it would wait for a writer
+    with pytest.warns(UserWarning, match=r"a\\x1b\[2Jb.tuned.jsonl is ignored: it is no file"):
+        tuned.known(2, "simulated")
+
+
 def test_known_reports_and_ignores_a_file_that_cant_be_read(cache):
     cache.mkdir(parents=True)
-    with pytest.warns(UserWarning, match=f"{cache} is ignored: Is a directory.*TKERNELS_CACHE names another folder"):
+    with pytest.warns(UserWarning, match=f"{cache} is ignored: it is no file.*TKERNELS_CACHE names another folder"):
         assert tuned.known(2, "simulated") == []
 
 

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.export:
         return _export(console, arguments.export)
     if arguments.clear:
-        console.print(f"{tuned.clear()} records removed: {tuned.path()}", markup=False)
+        console.print(tuned.printable(f"{tuned.clear()} records removed: {tuned.path()}"), markup=False)
         return 0
     return _tune(console, arguments)
 
@@ -199,7 +199,7 @@ def _list(console) -> int:
     from tkernels import tuned
 
     records, damaged = tuned.saved()
-    title = Text(f"remembered in {tuned.path()}, and with the package")
+    title = Text(tuned.printable(f"remembered in {tuned.path()}, and with the package"))
     result = Table(title=title, title_justify="left", box=box.SIMPLE)
     for heading in ("operation", "up to M x N x K of a rank", "where", "us", "default", "found"):
         result.add_column(heading, overflow="fold", justify="right" if heading in ("us", "default") else "left")
@@ -212,10 +212,10 @@ def _list(console) -> int:
             times = [f"{each:.1f}" if isinstance(each, float) else each for each in times]
             versions = f"tkernels {key['tkernels']}, torch {key['torch']}, triton {key['triton']}"
             cells = key["operation"], sizes, where, *times, origin or f"{record.get('date')}, {versions}"
-            result.add_row(*(Text(str(each)) for each in cells))
+            result.add_row(*(Text(tuned.printable(each)) for each in cells))
     console.print(result)
     for place, reason in damaged.items():
-        console.print(f"{place} is ignored: {reason}", style="yellow", markup=False)
+        console.print(tuned.printable(f"{place} is ignored: {reason}"), style="yellow", markup=False)
     return 0
 
 

@@ -26,6 +26,7 @@ FORMAT = 1
 SHIPPED = Path(__file__).parent / "data" / "tuned.jsonl"
 # The same chip with other memory: shipped records of the second hold for the first unless it has its own.
 LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+LEVELS = 5  # a record, its configuration, the tiles of that, their values, and one to spare
 LOCAL = "local"  # the transport of operations of one rank alone
 
 
@@ -67,7 +68,10 @@ def saved() -> tuple[list[dict], dict[str, str]]:
     """The user's records, and a dict of lines that hold none, or the unreadable file, with the reason."""
     records, damaged = {}, {}
     try:
-        lines = path().read_text(errors="replace").split("\n")
+        file = path()
+        if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
+            return [], {str(file): "it is no file"}
+        lines = file.read_text(errors="replace").split("\n")
     except FileNotFoundError:
         return [], {}
     except OSError as error:
@@ -78,7 +82,7 @@ def saved() -> tuple[list[dict], dict[str, str]]:
             record = _parse(line)
             records[json.dumps(record["key"], sort_keys=True)] = record
         except ValueError as error:
-            damaged[f"{path()}:{number}"] = str(error)
+            damaged[f"{file}:{number}"] = str(error)
     return list(records.values()), damaged
 
 
@@ -93,13 +97,18 @@ def _parse(text: str) -> dict:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON ({error})") from None
-    if not isinstance(record, dict) or not isinstance(record.get("key"), dict):
+    if not isinstance(record, dict) or not isinstance(record.get("key"), dict) or not _shallow(record, LEVELS):
         raise ValueError("it is JSON, but no record")
     if record.get("format") != FORMAT:
         raise ValueError(f"its format is {record.get('format')!r}, and this version reads {FORMAT}")
     if missing := {"operation", *place(1, LOCAL)} - set(record["key"]):
         raise ValueError(f"its key lacks {', '.join(sorted(missing))}")
     return record
+
+
+def _shallow(value, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_shallow(each, levels - 1) for each in inner)
 
 
 def known(ranks: int, transport: str, report: bool = True) -> list[dict]:
@@ -111,7 +120,7 @@ def known(ranks: int, transport: str, report: bool = True) -> list[dict]:
     records, damaged = saved()
     for where, reason in damaged.items() if report else ():
         text = f"{where} is ignored: {reason}. Delete it; TKERNELS_CACHE names another folder"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(printable(text), stacklevel=2)
     general = [{name: spot[name] for name in ("gpu", "ranks", "transport")} for spot in (here, alone)]
     alike = [spot | {"gpu": LIKE.get(spot["gpu"])} for spot in general]
     packaged = shipped()
@@ -131,3 +140,8 @@ def clear() -> int:
     number = len(saved()[0])
     path().unlink(missing_ok=True)
     return number
+
+
+def printable(text) -> str:
+    """As text for a terminal: with escapes in place of the characters that would control it."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(text))
