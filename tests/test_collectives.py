@@ -27,6 +27,7 @@ import tkernels
 from tkernels.comm import collectives, copies, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, Net, operation, put, quiet
+from tkernels.comm.errors import HeapExhaustedError
 from tkernels.comm.workspace import LAMPORT_BYTES, Workspace
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
@@ -508,9 +509,13 @@ def test_sizes_that_grow_one_by_one_rarely_outgrow_the_workspace_and_take_all_th
                 grown.append(workspace.scratch.data_ptr())
             assert grow.call_count < 30 and len(set(grown)) < 30
             assert workspace.inbox_bytes <= (400 << 10) + (8 << 20) // 32
-        for needed in (3_150_000, 3_151_000):  # the heap holds two and a half of either, but not of half as much again
-            workspace.reserve(needed, 1)
-            assert needed <= workspace.inbox_bytes < needed + 256
+        needed, exact = 3_150_000, 0
+        with pytest.raises(HeapExhaustedError):
+            while True:
+                workspace.reserve(needed, 1)
+                exact += needed <= workspace.inbox_bytes < needed + 256
+                needed = workspace.inbox_bytes + 8192
+        assert exact > 2  # at last, where the heap has no room ahead
         check = tkernels.all_gather(torch.full((5,), float(ctx.rank), device=ctx.device), ctx=fresh)
         assert check.tolist() == [0.0] * 5 + [1.0] * 5
 

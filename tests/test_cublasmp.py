@@ -28,6 +28,7 @@ from transports import (
     late,
     launches,
     message_on_every_rank,
+    multiplied_by,
     over,
     poison_workspace,
     tf32,
@@ -1128,8 +1129,9 @@ def test_matmul_has_nvmaths_traits(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_matmul_multiplies_in_tf32_where_the_call_says_so(ctx):
+def test_matmul_multiplies_in_tf32_where_the_call_says_so(ctx, monkeypatch):
     """Whatever torch's switch says, with overlap and without."""
+    multiplied_by(monkeypatch, "kernel")
     kinds = cublasmp.options.MatmulComputeType
     expected = [
         (None, False, "ieee"), (None, True, "tf32"), (kinds.COMPUTE_32F_FAST_TF32, False, "tf32"),

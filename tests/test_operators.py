@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transports import every_path, launches
+from transports import every_path, launches, multiplied_by
 
 import tkernels
 import tkernels.operators
@@ -570,6 +570,7 @@ def test_the_local_product_has_gradients(activation):
 
 @pytest.mark.ranks(2)
 def test_gradients_of_rows_that_tma_cant_take_are_products_of_matmul_and_have_gradients_themselves(ctx, monkeypatch):
+    multiplied_by(monkeypatch, "kernel")
     monkeypatch.setattr("tkernels.torch_operators.may_stage", lambda a, b: True)
     calls = {
         "matmul": lambda x, w: tkernels.matmul(x, w),

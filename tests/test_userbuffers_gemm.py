@@ -346,7 +346,7 @@ def test_general_gemm_options_reach_the_kernel(ctx):
 @pytest.mark.ranks(2)
 def test_general_gemm_takes_no_other_communicators_prepared_call(ctx):
     """Two communicators of one domain, whose calls are alike but for an option: what is launched follows the option."""
-    shared, large = helper(ctx), GemmConfig(block_m=128)
+    shared, large = helper(ctx), GemmConfig(128, 64, 32)
     common = [512, 16], torch.float32, shared, 2
     x, w = torch.ones(512, 8, device=ctx.device), torch.ones(16, 8, device=ctx.device)
     chosen = communicators.overlap_config

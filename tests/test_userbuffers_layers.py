@@ -775,7 +775,7 @@ def test_queries_and_keys_are_rotated_by_their_positions(ctx):
     assert (rotated - plain).abs().max() > 0.01
     half = angles(S, width // 2, device=ctx.device)
     assert (layer(x, rotary_pos_emb=(half, half)) - rotated).abs().max() > 0.001
-    for wrong in (table[: S - 1], angles(S, 2 * width), table[:, 0]):
+    for wrong in (table[: S - 1], angles(S, 2 * width, device=ctx.device), table[:, 0]):
         with pytest.raises(ValueError, match=rf"rotary_pos_emb: .* must be \[at least {S}, 1, 1, at most {width}\]"):
             layer(x, rotary_pos_emb=wrong)
 

@@ -172,10 +172,8 @@ SMALL = 1024  # bytes of a bucket
     [
         {},
         {"partition": "parameters", "stage": 1, "overlap_comm": False},
-        {"reduction": "all_reduce"},
         {"backend": "torch"},
         {"backend": "torch", "partition": "parameters"},
-        {"backend": "torch", "reduction": "all_reduce"},
     ],
     ids=str,
 )

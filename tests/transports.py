@@ -10,8 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
-from tkernels.choice import overlap_config
+from tkernels import gemm
+from tkernels.choice import overlap_config, product_way, product_ways
 from tkernels.comm import runtime
+from tkernels.comm.calls import PreparedCalls
 from tkernels.comm.device import TIMEOUT_NS
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.gemm import layout_of
@@ -180,6 +182,17 @@ def tf32(allowed: bool):
         yield
     finally:
         matmul.allow_tf32 = before
+
+
+def multiplied_by(monkeypatch, way: str):
+    """Let our "kernel", or the "library", carry out the local products that it can; others go as they do."""
+
+    def asked(problem):
+        ways = product_ways(problem)
+        return (way, ways[way][0]) if way in ways else product_way(problem)
+
+    monkeypatch.setattr(gemm, "product_way", asked)
+    monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
 
 
 @contextlib.contextmanager

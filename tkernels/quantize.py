@@ -275,7 +275,8 @@ def quantize_reference(
         largest = x.new_zeros((*x.shape[:-1], 1) if scale == "row" else ())
     else:
         largest = magnitude.amax(-1, keepdim=True) if scale == "row" else magnitude.amax()
-    unit = (largest / most).clamp_min(LEAST.value)
+    # By a tensor: a division by a number is, on a GPU, a product with its rounded inverse.
+    unit = (largest / torch.full_like(largest, most)).clamp_min(LEAST.value)
     if power_of_two:
         mantissa, exponent = torch.frexp(unit)  # 0.5 <= mantissa < 1
         unit = torch.ldexp(torch.ones_like(unit), exponent - (mantissa == 0.5).int())
