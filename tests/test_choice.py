@@ -50,8 +50,15 @@ def by_model(ctx, *call, sending=False):
     return choose(problem_of(ctx, *call, sending))
 
 
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    """The rules of the simulated runtime, also where there are GPUs."""
+    monkeypatch.setattr("tkernels.gpus.runtime.RUNTIME", "simulated")
+    monkeypatch.setattr("tkernels.choice.gpu_here", lambda: SIMULATED)
+
+
 @pytest.fixture
-def on_gpus(monkeypatch):
+def on_gpus(monkeypatch, simulated):
     monkeypatch.setattr("tkernels.gpus.runtime.RUNTIME", "nvshmem")
     monkeypatch.setattr("tkernels.choice.gpu_here", lambda: H200)
 

@@ -119,7 +119,7 @@ def test_over_nvshmem_a_kernel_that_is_not_loaded_is_refused_under_a_capture(ctx
 @pytest.mark.parametrize("mode, dtype", [("global", torch.float16), ("thread_local", torch.float32)], ids=str)
 def test_the_very_first_calls_of_a_context_are_captured_each_larger_than_the_one_before(ctx, path, mode, dtype):
     """In dtypes of their own, for which no test before has had the kernels compiled and loaded."""
-    with tkernels.init(ctx.group.process_group, transport="peer", heap_bytes=128 << 20) as own:  # 16 MiB for captures
+    with tkernels.init(ctx.group.process_group, transport="peer") as own:
         cases = []
         for rows in (M + 40 * ctx.size, 4 * M + 40 * ctx.size):
             shards, whole, weights = operands(own, rows, rows, dtype)
