@@ -1,4 +1,4 @@
-"""Max-pool plans, allocators and what is gathered ahead; and that a slot's next writer waits for its last readers."""
+"""Max-pool plans and allocators; and that a slot's next writer waits for its last readers."""
 
 import itertools
 import random
@@ -17,7 +17,6 @@ from tkernels.layers.data_parallel.pools import (
     FixedPoolPlan,
     MaxPoolAllocator,
     MaxPoolPlan,
-    buckets_ahead,
     storage_dtype,
 )
 
@@ -429,76 +428,6 @@ def test_max_pool_allocator_with_two_copies_writes_the_next_unit_while_this_one_
         fills(sim, through_the_pool(sim), 1, steps=1)
     sim.run(starve=["reader"])
     assert sim.log == ["fill_", "fill_", "sum", "fill_", "sum", "fill_", "sum", "sum"]
-
-
-# Gathering ahead
-
-
-def trace(pool, units, order, **options):
-    """Gather and use units in that order, each with what is gathered ahead; returns the most units held at once."""
-    most = 0
-    followers = [bucket.id for buckets in units.values() for bucket in buckets]
-    using = []
-    for name in order:
-        own = ["embedding"] if name == "embedding" else [bucket.id for bucket in units[name]]
-        following = followers if name == "embedding" else followers[followers.index(own[-1]) + 1 :]
-        ahead = buckets_ahead(pool.plan, own, following, **options)
-        for bucket in [*own, *ahead]:
-            pool.acquire(bucket)
-        using.append(own)
-        held = {pool.plan.unit_of[bucket] for bucket in pool._held if bucket in pool.plan.unit_of}
-        most = max(most, len(held))
-        if name != "embedding":  # a tied embedding is used inside another layer, which is still in use
-            while using:
-                for bucket in using.pop(0):
-                    pool.release(bucket)
-    return most
-
-
-def test_max_pool_allocator_gathers_nothing_ahead_for_a_tied_embedding_while_the_last_layer_runs():
-    units = units_of(**{f"layer{i}": [(BF16, 64), (BF16, 32)] for i in range(4)})
-    order = ["embedding", "layer0", "layer1", "layer2", "layer3"]
-    pool = pool_of(units, others=[Bucket("embedding", BF16, 100)], strict_assignments=False)
-    assert trace(pool, units, order) == 2
-    # The last layer is in use when the embedding comes again, as the output projection.
-    pool.acquire(6), pool.acquire(7)
-    assert buckets_ahead(pool.plan, ["embedding"], range(8)) == []
-    pool.acquire("embedding")
-    assert {pool.plan.unit_of[b] for b in pool._held if b in pool.plan.unit_of} == {"layer3"}
-    # Without the rule it takes the first layers, for which there is no room.
-    naive = buckets_ahead(pool.plan, ["embedding"], range(8), max_numel=100, double_buffered=False)
-    assert naive == [0, 1, 2]
-    with pytest.raises(LeaseError, match="all 2 copies are held"):
-        for bucket in naive:
-            pool.acquire(bucket)
-
-
-def test_max_pool_allocator_goes_ahead_behind_a_unit_that_is_only_not_pooled():
-    """As they follow one that is pooled: no more units at once, and no fewer."""
-    layers = {f"layer{i}": [(BF16, 64 + 2 * (i == 2)), (BF16, 32)] for i in range(5)}
-    fixed, largest = (
-        plan.build(units_of(**layers), others=[Bucket("norm", BF16, 4)]) for plan in (FixedPoolPlan, MaxPoolPlan)
-    )
-    assert set(fixed.others) == {"norm", 4, 5} and set(largest.others) == {"norm"}
-    for first in range(0, 10, 2):
-        ahead = [buckets_ahead(plan, [first, first + 1], range(first, 10)) for plan in (fixed, largest)]
-        assert ahead == [[first + 2, first + 3] if first < 8 else []] * 2
-    assert buckets_ahead(fixed, ["norm"], range(10)) == []
-    assert buckets_ahead(fixed, [0, 2, 4], range(10)) == []  # more units than copies, but only two of the pool
-
-
-def test_max_pool_allocator_stops_ahead_at_the_copies_and_at_its_own_limit():
-    units = units_of(**{f"layer{i}": [(BF16, 64), (BF16, 32)] for i in range(4)})
-    plan = MaxPoolPlan.build(units, others=[Bucket("norm", BF16, 4)])
-    assert buckets_ahead(plan, [0, 1], range(8)) == [2, 3]
-    assert buckets_ahead(plan, [0, 1], [1, 0, 3, 2, 4]) == [3, 2]
-    assert buckets_ahead(plan, [0, 1], range(8), max_numel=10) == [2]
-    assert buckets_ahead(plan, [0, 1], ["norm", 2, 3, 4]) == ["norm", 2, 3]
-    assert buckets_ahead(plan, [0, 2], range(8)) == [1, 3]
-    assert buckets_ahead(MaxPoolPlan.build(units, copies=1), [0, 1], range(8)) == []
-    assert buckets_ahead(MaxPoolPlan.build(units, copies=3), [6, 7], range(5, -1, -1)) == [5, 4, 3, 2]
-    with pytest.raises(ValueError, match=r"3 units are requested at once \(layer0, layer1, layer2\).* 2 copies"):
-        buckets_ahead(plan, [0, 2, 4], [])
 
 
 # Several ranks

@@ -1,4 +1,4 @@
-"""Buffer pools that fully sharded units of different shapes share in turn: plans, allocators, and the prefetch rule.
+"""Buffer pools that fully sharded units of different shapes share in turn: plans and allocators.
 
 A *unit* (a layer) needs a few *buckets* at a time. Two units are in use at once: the one that computes and the one that
 is being gathered. The pool is the elementwise maximum of the units' requests: sort each unit's buckets of one storage
@@ -431,50 +431,6 @@ class FixedPoolAllocator(MaxPoolAllocator):
                     "a FixedPoolAllocator takes a FixedPoolPlan, whose units are all alike; build one of those"
                 )
         super().__init__(plan, memory, mesh=ctx, **options)
-
-
-def buckets_ahead(
-    plan: MaxPoolPlan,
-    requested: Iterable[int | str],
-    following: Iterable[int | str],
-    *,
-    max_numel: int | None = None,
-    double_buffered: bool = True,
-) -> list[int | str]:
-    """The buckets to prefetch while the requested ones are used.
-
-    requested: needed now. following: the buckets after them, in order of use.
-    max_numel: stop once this many elements are to be prefetched. None: no such limit.
-    double_buffered: the buckets live in the plan's slots. Then at most `plan.copies` units are taken, requested ones
-        and those outside of the pool included, and nothing is prefetched if only buckets of no unit are requested. A
-        tied embedding is used a second time while the last layer still needs its slots; prefetching the buckets that
-        followed its first use would take all remaining slots.
-
-    Raises ValueError if more units of the pool are requested than there are copies.
-    """
-    chosen, ahead, numel = set(requested), [], 0
-    units = {plan.unit_of[bucket] for bucket in chosen if bucket in plan.unit_of}
-    pooled = {plan.unit_of[bucket] for bucket in chosen if bucket in plan.slot_of}
-    if double_buffered and len(pooled) > plan.copies:
-        raise ValueError(
-            f"{len(pooled)} units are requested at once ({', '.join(sorted(map(str, pooled)))}), but the pool has "
-            f"{plan.copies} copies; request fewer, or plan with more"
-        )
-    if double_buffered and not units:
-        return []
-    for bucket in following:
-        if max_numel is not None and numel >= max_numel:
-            break
-        if bucket in chosen:
-            continue
-        if bucket in plan.unit_of:
-            units.add(plan.unit_of[bucket])
-        if double_buffered and len(units) > plan.copies:
-            break
-        chosen.add(bucket)
-        ahead.append(bucket)
-        numel += plan.buckets[bucket].numel
-    return ahead
 
 
 def _check_same(ctx: Context, what: str, mine: str):
