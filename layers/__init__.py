@@ -6,7 +6,6 @@ if __name__ == "layers":  # imported from a checkout's root; see tkernels/_alias
     alias("layers", "tkernels.layers")
 else:
     from tkernels.comm.fence import EventCompletion, Fence
-    from tkernels.layers.data_parallel.bucket_engine import ensure_params_ready
     from tkernels.layers.data_parallel.ddp import OverlappedDDP
     from tkernels.layers.data_parallel.fsdp import FullyShard
     from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
@@ -19,6 +18,7 @@ else:
         MaxPoolPlan,
     )
     from tkernels.layers.data_parallel.state_dict import gather_state_dict, load_full_state_dict, sharded_state_dict
+    from tkernels.layers.data_parallel.values import ensure_params_ready
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
     from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
     from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_

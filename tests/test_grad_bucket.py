@@ -406,14 +406,8 @@ def test_grad_bucket_the_average_is_of_what_the_reduction_returned():
     assert fills == [[3.0, 3.0]]
 
 
-def test_grad_bucket_flushes_no_part_of_its_gradients_and_takes_whole_numbers_and_tensors():
-    bucket, fills = recorded()
-    bucket.add(*grad(4, 2))
-    for elements in (-1, 2, 17):
-        with pytest.raises(ValueError, match=f"GradBucket.flush: elements={elements} must be at"):
-            bucket.flush(elements)
-    bucket.flush(8)
-    assert [len(fill[1]) for fill in fills] == [8]
+def test_grad_bucket_takes_whole_numbers_and_tensors():
+    bucket, _ = recorded()
     with pytest.raises(TypeError, match="gradient=3 must be a tensor"):
         bucket.add(torch.zeros(2), 3)
     for dtype, ranks, message in ((torch.float32, 2.5, "ranks=2.5"), ("float32", 2, "dtype='float32'")):
@@ -429,8 +423,8 @@ def test_grad_bucket_what_cannot_be_summed_is_refused():
         bucket.add(torch.zeros(2), torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"\[3\] for one of \[2\]"):
         bucket.add(torch.zeros(2), torch.zeros(3))
-    with pytest.raises(ValueError, match="within the bucket's 16"):
-        bucket.add(torch.zeros(2), torch.zeros(2), at=15)
+    with pytest.raises(ValueError, match="within the bucket's 16"), bucket.write(torch.zeros(17)):
+        pass
     with pytest.raises(ValueError, match="capacity=0"):
         recorded(capacity=0)
     with pytest.raises(TypeError, match="complex64"):

@@ -37,7 +37,7 @@ from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.layout import ALIGN
-from tkernels.layers.data_parallel.resident import ResidentEngine
+from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
@@ -1045,7 +1045,7 @@ def test_zero_optimizer_a_newer_optimizer_comes_after_the_gathers_of_the_older_o
 
 
 def test_zero_optimizer_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):
-    sim, *_ = simulate(monkeypatch, (ResidentEngine, "ready", lambda self, units=None: None))
+    sim, *_ = simulate(monkeypatch, (Values, "ready", lambda self: None))
     assert {race.kernels[0] for race in sim.races} == {"copy_", "gather"}  # of the own part, and of the others
 
 
@@ -1151,7 +1151,7 @@ def test_zero_optimizer_streams_that_are_late_change_no_bit(ctx, compiled, steps
 
 @gpu_only
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("owner, name", [(Fence, "wait"), (ResidentEngine, "ready")], ids=["fences", "gathers"])
+@pytest.mark.parametrize("owner, name", [(Fence, "wait"), (Values, "ready")], ids=["fences", "gathers"])
 def test_zero_optimizer_streams_that_are_late_show_a_missing_wait(ctx, owner, name):
     want = train_towers(ctx, 4, 0, side_streams=False)
     with pytest.MonkeyPatch.context() as patch:

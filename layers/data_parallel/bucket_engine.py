@@ -37,7 +37,8 @@ from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.norms import counts, squared_norm
-from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, Values
+from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
+from tkernels.layers.data_parallel.values import ensure_params_ready, wait_in_modules
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_split
@@ -99,14 +100,9 @@ class BucketEngine:
         self._stream = None  # that of the last backward's caller
         _engines.add(self)
         _watch_optimizers()
-        self.handles = [module.register_load_state_dict_pre_hook(_before_load_state_dict)]
+        self.handles = [module.register_load_state_dict_pre_hook(_refuse_assignment)]
         if self.sharded:
-            self.handles += [
-                child.register_forward_pre_hook(functools.partial(_before_forward, self._waits))
-                for child in module.modules()
-                if any(param in self.bucket_of for param in child.parameters(recurse=False))
-            ]
-            self.handles.append(module.register_state_dict_pre_hook(_before_state_dict))
+            self.handles += wait_in_modules(module, self.bucket_of, self._waits)
 
     @property
     def sharded(self) -> bool:
@@ -340,6 +336,8 @@ class BucketEngine:
                 del param.main_grad
                 param.grad = None
         disown([*self.bucket_of, *self.shards], self)
+        for values in self.values:
+            disown(self.bucket_of, values)
 
     # Norms
 
@@ -451,43 +449,9 @@ def changing_main_grads(params):
             bucket.finish(engine.dev.current_stream())
 
 
-def ensure_params_ready(params):
-    """Order the current stream behind the gathers of these parameters, for code that reads them outside their modules.
-
-    Starts no gather, and waits once per bucket and stream. The stream may read the parameters until the next update.
-    Does nothing for parameters without an OverlappedDDP. Raises LeaseError if their gather has not been started.
-    """
-    for values in _values_of(params):
-        values.ready()
-
-
-def _values_of(params) -> dict[Values, None]:
-    owners = ((param, _engine_of(param)) for param in params)
-    buckets = (engine.bucket_of[param] for param, engine in owners if engine and param in engine.bucket_of)  # no shard
-    return {bucket.values: None for bucket in buckets if bucket.values is not None}
-
-
-def _before_forward(waits, module, _):
-    if not (waits.whole and torch.compiler.is_compiling()):
-        _ensure_own_ready(module)
-
-
-@torch._disable_dynamo
-def _ensure_own_ready(module):
-    ensure_params_ready(module.parameters(recurse=False))
-
-
-def _before_state_dict(module, *_):
-    ensure_params_ready(module.parameters())
-
-
-def _before_load_state_dict(module, state, prefix, metadata, *_):
-    """Order the load after gathers that are under way. A gather that has not started yet takes the loaded values."""
+def _refuse_assignment(module, state, prefix, metadata, *_):
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
-    for values in _values_of(module.parameters()):
-        if not values.stale:
-            values.ready()
 
 
 def _engine_of(param) -> BucketEngine | None:

@@ -312,14 +312,10 @@ class Engine:
         if group.in_place:
             return Lease(group.flat, dev=self.dev, name=group.id)
         comm = self._on_comm()
-        lease = self.acquire(group)
+        lease = self.pool.acquire(group.id)
         with self._weights.read(comm), lease.write(comm), self.dev.stream(comm):
             group.gather(lease.tensor)
         return lease
-
-    def acquire(self, group: ParamGroup) -> Lease:
-        """The memory to gather it into."""
-        return self.pool.acquire(group.id)
 
     def release(self, group: ParamGroup, lease: Lease):
         if self.pool.held(group.id):
@@ -553,7 +549,7 @@ class Unit:
         """Give everything back, whatever state the unit is in. stays: but for the memory of one that stays gathered."""
         self._reading.close()
         self.conceal()
-        if not (self.resident or stays and self.stays):
+        if not (stays and self.stays):
             self.release()
         self.uses, self.missing = 0, set()
         self._running.clear()

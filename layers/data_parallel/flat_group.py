@@ -67,14 +67,12 @@ class Piece(Parameter):
     """A parameter of a resident unit. sharded: the master of this rank's part, elements `start` to `stop`.
 
     total: the gradient of the master, once it is reduced. Both have the parameter's shape if they are the whole of it,
-    and are 1-D otherwise. address: of the parameter, in the gathered buffer. used: whether this rank has had a gradient
-    of it since the last step.
+    and are 1-D otherwise. used: whether this rank has had a gradient of it since the last step.
     """
 
     start: int = 0
     stop: int = 0
     total: torch.Tensor | None = None
-    address: int = 0
     used: bool = False
 
     def take_gradient(self) -> torch.Tensor | None:
@@ -97,8 +95,8 @@ class Piece(Parameter):
 class FlatGroup:
     """The parameters of a resident unit; see ParamGroup, which the engine takes in the same way.
 
-    flat: the masters [rows[rank]]. total: the gradients of these, reduced, if `has_total`. divisor: of the sums over
-    ranks.
+    values: of the parameters. flat: the masters [rows[rank]]. total: the gradients of these, reduced, if `has_total`.
+    divisor: of the sums over ranks.
     """
 
     in_place = False
@@ -110,7 +108,7 @@ class FlatGroup:
         self.reduce_dtype, self.id = reduce_dtype or first.dtype, self.kind
         self.dtype = torch.promote_types(first.dtype, torch.float32)
         self.flat, self.total = torch.zeros(2, layout.rows[wire.rank], dtype=self.dtype, device=first.device)
-        self.has_total = self.adopted = False
+        self.has_total, self.values = False, None
         begin, self.parameters = sum(layout.rows[: wire.rank]), []
         for index, parameter in enumerate(layout.parameters):
             start, stop = layout.piece(index, wire.rank)
@@ -137,36 +135,13 @@ class FlatGroup:
 
     def settle(self, hook) -> bool:
         """Raises LeaseError if parameters no longer lie in the gathered buffer."""
-        moved = next((piece.name for piece in self.parameters if piece.whole.data_ptr() != piece.address), None)
-        if self.adopted and moved is not None:
+        moved = next((piece.name for piece in self.parameters if not self.values.holds(piece.whole)), None)
+        if moved is not None:
             raise LeaseError(
                 f"{moved} has been converted or moved, so that what the ranks gather would not come to it; do so "
                 f"before the optimizer is made, or make another one now"
             )
         return False
-
-    def adopt(self, whole: torch.Tensor):
-        """Make the parameters views of the gathered buffer [n], with the values that they have."""
-        whole.zero_()
-        for piece, view in zip(self.parameters, self.layout.views(whole), strict=True):
-            view.copy_(piece.whole.detach())
-            # Views of one storage can't be saved by DCP's async_save; through dlpack each has a storage of its own.
-            piece.whole.data = torch.from_dlpack(view)
-            piece.address = view.data_ptr()
-        self.adopted = True
-
-    def agree(self, whole: torch.Tensor):
-        """Collective. Replace the gathered buffer [n] by rank 0's."""
-        self.wire.all_gather(whole, (self.numel, *(0 for _ in self.layout.rows[1:])))
-
-    def gather(self, whole: torch.Tensor):
-        """Collective. Fill the gathered buffer [n] with all ranks' masters."""
-        self.layout.part(whole, self.wire.rank).copy_(self.flat)
-        self.wire.all_gather(whole, self.layout.rows)
-
-    def copy_masters(self, whole: torch.Tensor):
-        """Copy this rank's part of the gathered buffer [n] to the masters."""
-        self.flat.copy_(self.layout.part(whole, self.wire.rank))
 
     def layout_of(self, parameters: list[Piece]) -> FlatLayout:
         return self.layout

@@ -106,7 +106,7 @@ class GradBucket:
         filled = f"{self._end} of {self.capacity} elements in buffer {self._turn}"
         return f"GradBucket({self.dtype}, {len(self._slots)} copies, {filled})"
 
-    def add(self, parameter: torch.Tensor, grad: torch.Tensor | None, *, at: int | None = None) -> torch.Tensor:
+    def add(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
         """Copy `grad` into the open fill on the current stream, which must be the stream that produced it.
 
         Returns the slice that holds the gradient, in the parameter's shape, valid until the flush. None adds zeros. A
@@ -115,18 +115,16 @@ class GradBucket:
         not copied. A gradient of more than `capacity` elements is a fill of its own and is reduced at once. Its own
         storage is the buffer if it is contiguous and has the bucket's dtype.
 
-        at: the slice's first element, for a caller that lays out fills itself; None appends. Slices must not overlap.
-
-        Raises TypeError for sparse and complex gradients, ValueError for one that doesn't fit the parameter or `at`.
+        Raises TypeError for sparse and complex gradients, ValueError for one that doesn't fit the parameter.
         """
-        check_gradient("GradBucket", parameter, grad)
+        _check_gradient(parameter, grad)
         if parameter.numel() == 0:
             return parameter.new_empty(parameter.shape, dtype=self.dtype) if grad is None else grad
         with self._lock:
             if parameter.numel() > self.capacity:
                 return self._add_large(parameter, grad)
             again = parameter in self._slices
-            with self.write(parameter, at=at) as view:
+            with self.write(parameter) as view:
                 if grad is None:
                     if not again:
                         view.zero_()
@@ -135,7 +133,7 @@ class GradBucket:
             return view
 
     @contextlib.contextmanager
-    def write(self, parameter: torch.Tensor, *, at: int | None = None):
+    def write(self, parameter: torch.Tensor):
         """A context in which a kernel writes `parameter`'s gradient itself. Yields the slice, in the parameter's shape.
 
         For kernels that add to a gradient buffer. Launch them inside, on the current stream. A slice that is new in the
@@ -143,22 +141,16 @@ class GradBucket:
         """
         with self._lock:
             again = parameter in self._slices
-            slice = self._slices[parameter] if again else self._take(parameter, at)
+            slice = self._slices[parameter] if again else self._take(parameter)
             with self._lease.write(ordered=again) as buffer:
                 yield slice.of(buffer)
 
-    def flush(self, elements: int | None = None):
-        """Reduce the open fill on the comm stream, behind all its producers, and switch to the next buffer.
-
-        elements: how many of the buffer's elements are reduced; None: up to the end of the last slice.
-        Does nothing if the fill is empty. Raises ValueError for elements that would leave a gradient out.
-        """
+    def flush(self):
+        """Reduce the open fill, if any, on the comm stream, behind all its producers; go to the next buffer."""
         with self._lock:
             if self._lease is None:
                 return
-            if elements is not None:
-                whole("GradBucket.flush: elements", elements, self._end, self.capacity)
-            lease, slices, elements = self._lease, self._slices, self._end if elements is None else elements
+            lease, slices, elements = self._lease, self._slices, self._end
             self._lease, self._slices, self._end = None, {}, 0
             try:
                 self._read(lease, elements, list(slices.values()))
@@ -174,19 +166,15 @@ class GradBucket:
             self._reduced.clear()
             self._large.drain()
 
-    def _take(self, parameter: torch.Tensor, at: int | None) -> Slice:
-        numel = parameter.numel()
-        if at is None and self._end + numel > self.capacity:
+    def _take(self, parameter: torch.Tensor) -> Slice:
+        if (numel := parameter.numel()) > self.capacity:
+            raise ValueError(f"GradBucket: elements 0 to {numel} don't lie within the bucket's {self.capacity}")
+        if self._end + numel > self.capacity:
             self.flush()
-        slice = Slice(parameter, self._end if at is None else at)
-        if slice.start < 0 or slice.stop > self.capacity:
-            raise ValueError(
-                f"GradBucket: elements {slice.start} to {slice.stop} don't lie within the bucket's {self.capacity}"
-            )
+        slice = self._slices[parameter] = Slice(parameter, self._end)
+        self._end = slice.stop
         if self._lease is None:
             self._lease = self._slots[self._turn].acquire()
-        self._slices[parameter] = slice
-        self._end = max(self._end, slice.stop)
         return slice
 
     def _add_large(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
@@ -214,15 +202,15 @@ class GradBucket:
         self._reduced.update(lease.used)
 
 
-def check_gradient(name: str, parameter: torch.Tensor, grad: torch.Tensor | None):
-    """Raises TypeError or ValueError, with a message that begins with `name`, for a gradient that no bucket takes."""
-    check_tensors(name, parameter=parameter)
+def _check_gradient(parameter: torch.Tensor, grad: torch.Tensor | None):
+    """Raises TypeError or ValueError for a gradient that no bucket takes."""
+    check_tensors("GradBucket", parameter=parameter)
     if grad is None:
         return
-    check_tensors(name, gradient=grad)
+    check_tensors("GradBucket", gradient=grad)
     if grad.layout != torch.strided:
-        raise TypeError(f"{name}: takes dense gradients, not {grad.layout}; make the layer with sparse=False")
+        raise TypeError(f"GradBucket: takes dense gradients, not {grad.layout}; make the layer with sparse=False")
     if grad.is_complex():
-        raise TypeError(f"{name}: sums real gradients, not {grad.dtype}; keep the parameter as torch.view_as_real")
+        raise TypeError(f"GradBucket: sums real gradients, not {grad.dtype}; keep the parameter as torch.view_as_real")
     if grad.shape != parameter.shape:
-        raise ValueError(f"{name}: a gradient of shape {list(grad.shape)} for one of {list(parameter.shape)}")
+        raise ValueError(f"GradBucket: a gradient of shape {list(grad.shape)} for one of {list(parameter.shape)}")

@@ -14,15 +14,13 @@ With shards the values are a slot of their own:
     updated               the stream of the optimizer, its shard
 """
 
-import contextlib
-
 import torch
 from torch import nn
 
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import FlatLayout
+from tkernels.layers.data_parallel.values import Buffer, Values
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.lease import Lease, Slot
 
@@ -53,45 +51,6 @@ class Levels:
             self.across.all_reduce(shard)
 
 
-class Buffer:
-    """A slot with at most one open tenancy, whose readers may read until it ends."""
-
-    def __init__(self, numel: int, like: torch.Tensor, dtype: torch.dtype, dev, name: str):
-        self.slot = Slot(torch.empty(numel, dtype=dtype, device=like.device), dev=dev, name=name)
-        self._readers = []
-
-    @property
-    def lease(self) -> Lease:
-        """The open tenancy; begins a new one if there is none."""
-        if self.slot.lease is None or self.slot.lease.released:
-            self._readers = []
-            return self.slot.acquire()
-        return self.slot.lease
-
-    def read(self, stream):
-        """Order `stream` behind the writers; it may read until the end of the tenancy."""
-        lease = self.lease
-        if stream not in self._readers:
-            with lease.read(stream):
-                self._readers.append(stream)
-
-    def end(self):
-        """End the open tenancy, if any. All work of its readers must have been launched."""
-        if self.slot.lease is None or self.slot.lease.released:
-            return
-        for stream in self._readers:
-            self.slot.lease.read_by(EventCompletion(stream, capturing(self.slot.dev)))
-        self.slot.release(self.slot.lease)
-
-    @contextlib.contextmanager
-    def changed(self):
-        """A tenancy in which the current stream alone writes."""
-        self.end()
-        with self.lease.write() as tensor:
-            yield tensor
-        self.end()
-
-
 class ParamBucket:
     """Parameters with contiguous gradients, which are reduced together.
 
@@ -118,7 +77,7 @@ class ParamBucket:
         self._own = self.layout.part(self.grads.slot.tensor, levels.shard)  # in which sums over ranks are valid
         self.values, self.owned = None, parameters
         if levels.sharded:
-            self.values = Values(name, self.layout, levels, comm_stream, dev)
+            self.values = UpdatedValues(name, self.layout, levels.inside, comm_stream, dev)
             self.owned = [self.values.shard]
             self.values.shard.main_grad = self._own
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
@@ -251,29 +210,18 @@ class ParamBucket:
             self.values.begin_update(stream)
 
 
-class Values:
-    """The values of a bucket's parameters, views of `buffer` [n]; this rank's optimizer updates `shard` [n / ranks].
+class UpdatedValues(Values):
+    """Values of which this rank's optimizer updates `shard` [n / ranks], a part of the buffer.
 
     Torch doesn't tell whether an optimizer has run, so what is known is kept apart. updatable: gradients are reduced,
-    and values not gathered since. updating: the optimizer may be writing the shard. expects_update: it may still do so,
-    although values were gathered after the gradients.
+    and values not gathered since. updating: the optimizer may be writing the shard. Even once values were gathered it
+    may still do so, until `confirm`.
     """
 
-    def __init__(self, name: str, layout: FlatLayout, levels: Levels, comm_stream, dev):
-        self.name, self.parameters, self.comm_stream, self.dev = name, layout.parameters, comm_stream, dev
-        self._wire, first = levels.inside, self.parameters[0]
-        self.buffer = Buffer(layout.numel, first, first.dtype, dev, f"parameters of {name}")
+    def __init__(self, name: str, layout: FlatLayout, wire: Wire, comm_stream, dev):
+        super().__init__(name, layout, wire, comm_stream, dev)
+        self.shard = nn.Parameter(self.part)
         self.forget_update()
-        with torch.no_grad(), self.buffer.lease.write() as values:
-            values.zero_()
-            for parameter, view in zip(self.parameters, layout.views(values), strict=True):
-                view.copy_(parameter)
-                parameter.data = view
-        self.shard = nn.Parameter(layout.part(self.buffer.slot.tensor, levels.shard))
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        begin, nbytes = self.buffer.slot.tensor.data_ptr(), self.buffer.slot.tensor.nbytes
-        return parameter.numel() == 0 or 0 <= parameter.data_ptr() - begin < nbytes
 
     @property
     def unwritten(self) -> bool:
@@ -283,26 +231,26 @@ class Values:
     @property
     def awaits_gather(self) -> bool:
         """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
-        return self.updating or self.expects_update
+        return self._version is not None
 
     @property
     def stale(self) -> bool:
         """Whether the shard may have been updated, and the values have not been gathered since."""
-        return self.updating or self.expects_update and not self.unwritten
+        return self.updating or self.awaits_gather and not self.unwritten
 
     def expect_update(self):
         """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
-        self.expects_update, self._version = True, self.shard._version
+        self._version = self.shard._version
 
     def confirm(self):
         """Expect no update any more, unless there was one: the next pass begins."""
         if not self.stale:
-            self.expects_update, self._version = False, None
+            self._version = None
 
     def forget_update(self):
-        self.updating = self.expects_update = self.updatable = False
+        self.updating = self.updatable = False
         self._updaters = []  # the streams of the optimizer
-        self._version = None  # torch's write count of the shard when the optimizer's turn began
+        self._version = None  # torch's write count of the shard when the optimizer's turn began; None: it has none
 
     def begin_update(self, stream):
         """The optimizer's turn: `stream` may update the shard, behind all readers."""
@@ -317,24 +265,20 @@ class Values:
         """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`."""
         self.begin_update(self.dev.current_stream())
         if not self.unwritten:
-            # Makes torch refuse a backward that needs values saved by forward and overwritten since.
-            torch.autograd.graph.increment_version(self.parameters)
+            self.outdate()
         for stream in self._updaters:
             with self.buffer.lease.write(stream):
                 pass  # the optimizer's kernels have been launched: records them as writes
-        self.buffer.end()
         self.forget_update()
-        with self.dev.stream(self.comm_stream), self.buffer.lease.write(self.comm_stream) as values:
-            self._wire.all_gather(values)
+        self._gather()
 
     def ready(self):
-        """Order the current stream behind the gather."""
         if self.stale:
             raise LeaseError(
                 f"the parameters of {self.name} have been updated by each rank for itself, and not been gathered; call "
                 f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
             )
-        self.buffer.read(self.dev.current_stream())
+        super().ready()
 
 
 def by_size(params, bucket_size: float) -> list[list[nn.Parameter]]:

@@ -3,11 +3,10 @@
     backward   buckets of gradients are reduced in one order on all ranks, each rank's part to its masters
     step       the caller updates the masters; parameters are gathered, those that forward needs first before the others
 
-No forward asks for the parameters: `publish` gathers them, and whoever reads them waits, by `ready`.
+No forward asks for the parameters: `publish` gathers them, and whoever reads them waits: values.py.
 """
 
 import contextlib
-import weakref
 
 import torch
 from torch import nn
@@ -16,7 +15,8 @@ from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup
 from tkernels.layers.data_parallel.param_group import DataParallelRanks
-from tkernels.layers.lease import Lease, Slot
+from tkernels.layers.data_parallel.values import Values, wait_in_modules
+from tkernels.layers.owners import disown
 
 
 class ResidentEngine(Engine):
@@ -36,34 +36,22 @@ class ResidentEngine(Engine):
         self.buckets, self.removed = buckets, False
         self.piece_of = {piece.whole: piece for bucket in buckets for piece in bucket.parameters}
         self._hooks = [hook for unit, bucket in zip(units, buckets, strict=True) for hook in bucket.watch(unit.collect)]
-        self._slot_of = {}
         for unit, bucket in zip(units, buckets, strict=True):
             # One after the other, since each gives up as much memory as it takes.
-            memory = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=self.device)
-            self._slot_of[bucket] = Slot(memory, dev=self.dev, name=f"parameters of {unit.name}")
-            lease = unit.leases[bucket] = self.acquire(bucket)
-            with lease.write():
-                bucket.adopt(lease.tensor)
-            comm = self._on_comm()
-            with lease.write(comm, ordered=True), self.dev.stream(comm):
-                bucket.agree(lease.tensor)
-        self._gathered()
+            bucket.values = Values(unit.name, bucket.layout, bucket.wire, self.comm_stream, self.dev)
+            bucket.values.replace(rows=(bucket.numel, *(0 for _ in bucket.layout.rows[1:])))
         self.copy_masters()
 
     def _plan(self):
         """Every bucket has memory of its own, for good."""
-
-    def acquire(self, group: FlatGroup) -> Lease:
-        return self._slot_of[group].acquire()
-
-    def release(self, group: FlatGroup, lease: Lease):
-        self._slot_of[group].release(lease)
 
     def remove(self):
         """Let go of the parameters; this stream may use them. May be repeated."""
         self.ready()
         for hook in self._hooks:
             hook.remove()
+        for bucket in self.buckets:
+            disown(bucket.layout.parameters, bucket.values)
         self.removed = True
 
     def check(self):
@@ -81,63 +69,31 @@ class ResidentEngine(Engine):
     def copy_masters(self):
         """Copy this rank's parts of the parameters to their masters."""
         self.end()
-        for unit in self.units:
-            for bucket, lease in unit.leases.items():
-                with lease.read() as whole:
-                    bucket.copy_masters(whole)
+        self.ready()
+        for bucket in self.buckets:
+            bucket.flat.copy_(bucket.values.part)
         self._count_writes()
 
     def publish(self):
         """Collective. Gather the parameters from their masters, which have changed."""
         self.end()
-        for unit in self.units:
-            for bucket, lease in unit.leases.items():
-                with lease.read():
-                    pass  # earlier work on this stream may have read the parameters
-                # Lets torch refuse a backward that needs what forward saved and the gather overwrites.
-                torch.autograd.graph.increment_version([piece.whole for piece in bucket.parameters])
-            unit.release()
         self.begin()
-        for unit in reversed(self.units):  # forward begins with the last one
-            unit.gather()
-        self._gathered()
-
-    def _gathered(self):
-        self._awaited = {unit: [] for unit in self.units}  # streams that are ordered after the unit's gather
+        with self._weights.read(self._on_comm()):
+            for bucket in reversed(self.buckets):  # forward begins with the last one
+                bucket.values.replace(bucket.flat)
         self._count_writes()
 
     def _count_writes(self):
         self._versions_seen = {parameter: parameter._version for parameter in self.piece_of}
 
-    def ready(self, units: list[Unit] | None = None):
-        """Order this stream after the gathers of these units, or of all."""
-        stream = self.dev.current_stream()
-        for unit in self.units if units is None else units:
-            if stream not in self._awaited[unit]:
-                for lease in unit.leases.values():
-                    lease.filled.wait(stream)
-                self._awaited[unit].append(stream)
+    def ready(self):
+        """Order this stream after all gathers."""
+        for bucket in self.buckets:
+            bucket.values.ready()
 
-    def wait_in_forward(self, root: nn.Module):
-        """Let each module inside `root` wait for its own parameters, in its forward and for its state dict."""
-        this = weakref.ref(self)
-        number_of = {parameter: n for n, bucket in enumerate(self.buckets) for parameter in bucket.layout.parameters}
-
-        def wait_for(numbers):
-            @torch.compiler.disable
-            def wait(module, *_):
-                if (engine := this()) is not None:
-                    engine.ready([engine.units[number] for number in numbers])
-
-            return wait
-
-        for module in root.modules():
-            own = (number_of.get(parameter) for parameter in module.parameters(recurse=False))
-            if numbers := list(dict.fromkeys(number for number in own if number is not None)):
-                wait = wait_for(numbers)
-                self._hooks.append(module.register_forward_pre_hook(wait))
-                self._hooks.append(module.register_state_dict_pre_hook(wait))
-                self._hooks.append(module.register_load_state_dict_pre_hook(wait))
+    def wait_in_modules(self, root: nn.Module):
+        """Let each module inside `root` wait for its own parameters."""
+        self._hooks += wait_in_modules(root, self.piece_of)
 
     @property
     def written(self) -> bool:

@@ -160,7 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit.sync = not deferred  # deferred gradients come after backward: `step` reduces all of them
         self._overlap_gather = overlap_gather is not None
         if self._overlap_gather:
-            self._engine.wait_in_forward(overlap_gather)
+            self._engine.wait_in_modules(overlap_gather)
 
         pieces = [[self._engine.piece_of[p] for p in group["params"] if p in self._engine.piece_of] for group in groups]
         owned = [[piece for piece in theirs if piece.stop > piece.start] for theirs in pieces]
