@@ -1252,6 +1252,14 @@ def test_overlapped_ddp_a_state_dict_is_loaded_after_the_gather_that_is_under_wa
     sim.check()
 
 
+def test_overlapped_ddp_the_state_dict_of_a_part_is_read_after_its_own_gather():
+    simulated = updated()
+    with simulated.sim:
+        copied = {name: value.clone() for name, value in simulated.a.state_dict().items()}
+        assert copied and simulated.sim.waits == 1
+    simulated.sim.check()
+
+
 def test_overlapped_ddp_parameters_keep_no_wrapper_alive():
     simulated = updated()
     a, sim = simulated.a, simulated.sim

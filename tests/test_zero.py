@@ -37,7 +37,7 @@ from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.layout import ALIGN
-from tkernels.layers.data_parallel.values import Values
+from tkernels.layers.data_parallel.values import Values, ensure_params_ready
 from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
@@ -1016,6 +1016,23 @@ def test_zero_optimizer_a_state_dict_comes_after_the_gathers_that_overlap_with_f
         zero.step()
         tower.load_state_dict(state)
     sim.check()
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_ensure_params_ready_orders_a_stream_behind_zero_optimizers_gathers_and_the_next_ones_behind_it(
+    monkeypatch, asks
+):
+    sim, tower = Simulator(), Tower(16, 1.0)
+    monkeypatch.setattr(engine, "device_module", lambda device: sim)
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
+    with sim:
+        zero = ZeroOptimizer(tower.parameters(), torch.optim.SGD, lr=1.0, mesh=OneRank(), overlap_gather=tower)
+        zero.step()
+        with sim.stream(sim.Stream("reader")):
+            ensure_params_ready(tower.parameters() if asks else [])
+            tower.weight.detach().clone()
+        zero.step()
+    assert {race.modes for race in sim.races} == (set() if asks else {"wr", "rw"})
 
 
 def test_zero_optimizer_a_step_waits_for_its_gathers_unless_they_overlap_with_forward(monkeypatch):

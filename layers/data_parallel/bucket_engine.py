@@ -71,7 +71,7 @@ class BucketEngine:
         dev,
     ):
         self.module, self.levels, self.dev, self.comm_stream = module, levels, dev, comm_stream
-        self.overlap_param_gather = overlap_param_gather
+        self.sharded, self.overlap_param_gather = levels.sharded, overlap_param_gather
         self.buckets = [
             ParamBucket(f"bucket {index}", members, grad_dtype, levels, comm_stream, dev)
             for index, members in enumerate(groups)
@@ -103,10 +103,6 @@ class BucketEngine:
         self.handles = [module.register_load_state_dict_pre_hook(_refuse_assignment)]
         if self.sharded:
             self.handles += wait_in_modules(module, self.bucket_of, self._waits)
-
-    @property
-    def sharded(self) -> bool:
-        return self.levels.sharded
 
     # Forward
 

@@ -99,15 +99,11 @@ class FlatGroup:
     divisor: of the sums over ranks.
     """
 
-    in_place = False
-
     def __init__(self, layout: FlatLayout, names, ctx: Context, wire: Wire, reduce_dtype: torch.dtype | None, divisor):
         first = layout.parameters[0]
         self.ctx, self.layout, self.wire, self.numel, self.divisor = ctx, layout, wire, layout.numel, divisor
-        self.param_dtype, self.kind = first.dtype, str(first.dtype).removeprefix("torch.")
-        self.reduce_dtype, self.id = reduce_dtype or first.dtype, self.kind
-        self.dtype = torch.promote_types(first.dtype, torch.float32)
-        self.flat, self.total = torch.zeros(2, layout.rows[wire.rank], dtype=self.dtype, device=first.device)
+        self.reduce_dtype, masters = reduce_dtype or first.dtype, torch.promote_types(first.dtype, torch.float32)
+        self.flat, self.total = torch.zeros(2, layout.rows[wire.rank], dtype=masters, device=first.device)
         self.has_total, self.values = False, None
         begin, self.parameters = sum(layout.rows[: wire.rank]), []
         for index, parameter in enumerate(layout.parameters):

@@ -25,7 +25,8 @@ import torch
 
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, whole
 from tkernels.comm.fence import Fence
-from tkernels.layers.lease import Keepalive, Lease, Slot
+from tkernels.layers.data_parallel.values import Buffer
+from tkernels.layers.lease import Keepalive, Lease
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +86,13 @@ class GradBucket:
         self.dev = dev if dev is not None else torch.get_device_module(device)
         self.comm_stream = self.dev.current_stream() if comm_stream is None else comm_stream
         self._reduce, self._deliver = reduce, deliver
-        self._slots = []
-        for copy in range(copies):
-            slot = Slot(torch.empty(capacity, dtype=dtype, device=device), dev=self.dev, name=f"bucket buffer {copy}")
+        like = torch.empty(0, dtype=dtype, device=device)
+        self._buffers = [Buffer(capacity, like, dtype, self.dev, f"bucket buffer {copy}") for copy in range(copies)]
+        for buffer in self._buffers:
             # The memory may have had another owner on this stream. This tenancy orders even the first fill after it.
-            lease = slot.acquire()
-            with lease.write():
-                slot.tensor.zero_()
-            slot.release(lease)
-            self._slots.append(slot)
+            with buffer.changed() as memory:
+                memory.zero_()
         self._turn = 0
-        self._lease: Lease | None = None
         self._slices: dict[torch.Tensor, Slice] = {}
         self._end = 0
         self._reduced = Fence(self.dev)
@@ -104,7 +101,7 @@ class GradBucket:
 
     def __repr__(self):
         filled = f"{self._end} of {self.capacity} elements in buffer {self._turn}"
-        return f"GradBucket({self.dtype}, {len(self._slots)} copies, {filled})"
+        return f"GradBucket({self.dtype}, {len(self._buffers)} copies, {filled})"
 
     def add(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
         """Copy `grad` into the open fill on the current stream, which must be the stream that produced it.
@@ -142,21 +139,21 @@ class GradBucket:
         with self._lock:
             again = parameter in self._slices
             slice = self._slices[parameter] if again else self._take(parameter)
-            with self._lease.write(ordered=again) as buffer:
+            with self._buffers[self._turn].lease.write(ordered=again) as buffer:
                 yield slice.of(buffer)
 
     def flush(self):
         """Reduce the open fill, if any, on the comm stream, behind all its producers; go to the next buffer."""
         with self._lock:
-            if self._lease is None:
+            if not self._slices:
                 return
-            lease, slices, elements = self._lease, self._slices, self._end
-            self._lease, self._slices, self._end = None, {}, 0
+            buffer, slices, elements = self._buffers[self._turn], list(self._slices.values()), self._end
+            self._slices, self._end = {}, 0
             try:
-                self._read(lease, elements, list(slices.values()))
+                self._read(buffer.lease, elements, slices)
             finally:
-                self._slots[self._turn].release(lease)
-                self._turn = (self._turn + 1) % len(self._slots)
+                buffer.end()
+                self._turn = (self._turn + 1) % len(self._buffers)
 
     def finish(self, stream=None):
         """Flush, and order `stream` (None: the current one) after all reductions so far. Only `stream` is ordered."""
@@ -173,8 +170,6 @@ class GradBucket:
             self.flush()
         slice = self._slices[parameter] = Slice(parameter, self._end)
         self._end = slice.stop
-        if self._lease is None:
-            self._lease = self._slots[self._turn].acquire()
         return slice
 
     def _add_large(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
@@ -189,7 +184,7 @@ class GradBucket:
             self._read(lease, grad.numel(), [Slice(parameter, 0)])
         finally:
             self._large.defer(lease)  # even after a failure, work on the comm stream may still use it
-        self._large.drain(keep=len(self._slots))
+        self._large.drain(keep=len(self._buffers))
         return grad
 
     def _read(self, lease: Lease, elements: int, slices: list[Slice]):

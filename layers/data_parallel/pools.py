@@ -193,10 +193,7 @@ class FixedPoolPlan(MaxPoolPlan):
         units: Mapping[Hashable, Sequence[Bucket]],
         *,
         others: Iterable[Bucket] = (),
-        copies: int = 2,
-        align: int = 256,
-        pad_multiple: int = 1,
-        merge_dtypes: bool = False,
+        **options,
     ) -> "FixedPoolPlan":
         """As MaxPoolPlan.build. Units are equal if their buckets are, in number, dtypes and sizes."""
         classes = defaultdict(list)
@@ -209,14 +206,8 @@ class FixedPoolPlan(MaxPoolPlan):
             default=((), []),
         )[1]
         left = [(bucket, unit) for unit, buckets in units.items() if unit not in pooled for bucket in buckets]
-        plan = super().build(
-            {unit: units[unit] for unit in pooled},
-            others=[*others, *(bucket for bucket, _ in left)],
-            copies=copies,
-            align=align,
-            pad_multiple=pad_multiple,
-            merge_dtypes=merge_dtypes,
-        )
+        pooled = {unit: units[unit] for unit in pooled}
+        plan = super().build(pooled, others=[*others, *(bucket for bucket, _ in left)], **options)
         return replace(plan, unit_of={**plan.unit_of, **{bucket.id: unit for bucket, unit in left}})
 
 
