@@ -10,8 +10,7 @@ import tkernels
 from tkernels.comm.arguments import check_dense, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import MeshLike, as_context
-from tkernels.layers.data_parallel.bucket_engine import BucketEngine, changing_main_grads
-from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.norms import clip_scale, counts, norms_of, sum_of_squares
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.marks import gradient_of
@@ -94,8 +93,8 @@ def clip_grad_norm_(
         if (grad := gradient_of(parameter)) is not None:
             check_dense("clip_grad_norm_", gradient=grad)
             _check_place("clip_grad_norm_", f"the parameter of {tuple(parameter.shape)}", grad, ctx.device)
-    engines = list(filter(None, {owner_of(parameter, BucketEngine): None for parameter in parameters}))
-    shards = {shard for engine in engines for shard in engine.shards}
+    wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
+    shards = {shard for ddp in wrappers for shard in ddp.shards}
     for parameter in parameters:
         for kind, way_out in (
             (ZeroOptimizer, "pass max_norm= and tensor_parallel= to it"),
@@ -107,15 +106,15 @@ def clip_grad_norm_(
                     f"clip_grad_norm_: parameters belong to {kind.__name__}, and this rank has a part of their "
                     f"gradients alone; {way_out}"
                 )
-    for engine in engines:
-        engine.check_tensor_parallel("clip_grad_norm_", ctx)
+    for ddp in wrappers:
+        ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):
         parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
         whole = [parameter for parameter in parameters if parameter not in shards]
         norms = dict(zip(whole, norms_of(map(gradient_of, whole)), strict=True))
         total = sum_of_squares([norm for parameter, norm in norms.items() if counts(parameter, ctx)], ctx.device)
-        for engine in engines:
-            total += engine.squared_norm(shards.intersection(parameters), ctx)
+        for ddp in wrappers:
+            total += ddp.squared_norm(shards.intersection(parameters), ctx)
         norm = tkernels.all_reduce(total, ctx=ctx).sqrt().squeeze()
         scale = clip_scale(norm, max_norm)
         for grad in map(gradient_of, parameters):

@@ -16,8 +16,7 @@ from transports import STREAMED, gpu_only, message_on_every_rank
 import tkernels
 from tkernels.comm import LeaseError, MismatchError, current_context
 from tkernels.layers import all_reduce_sequence_parallel_grads, clip_grad_norm_
-from tkernels.layers.data_parallel.bucket_engine import changing_main_grads
-from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.param_bucket import ParamBucket, UpdatedValues
 from tkernels.layers.data_parallel.values import ensure_params_ready
 from tkernels.layers.data_parallel.wire import Wire
@@ -243,7 +242,7 @@ def expected_gradients(ctx, model, batches, **options):
 def check_gradients(ddp, want):
     """This rank's part of every bucket is, to the bit, what `want` puts there."""
     places = dict(zip((p for p in ddp.module.parameters() if p.requires_grad), want, strict=True))
-    for bucket in ddp.engine.buckets:
+    for bucket in ddp.buckets:
         flat = torch.zeros(bucket.grads.slot.tensor.numel())
         for parameter in bucket.parameters:
             start = parameter.main_grad.storage_offset()
@@ -260,7 +259,7 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
     ddp = OverlappedDDP(
         model, mesh=ctx, bucket_size=150, backend=backend, average=False, overlap_grad_reduce=overlap, **mode
     )
-    assert len(ddp.engine.buckets) == 4
+    assert len(ddp.buckets) == 4
     for step in range(4):
         batches = [batch_of(ctx, step, micro) for micro in range(3)]
         want = expected_gradients(ctx, plain, batches)
@@ -269,7 +268,7 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
             for x in batches[:2]:
                 gradients(ddp, x)
         before_last = ddp.hooks._unreported[:]
-        assert before_last == ddp.engine.buckets
+        assert before_last == ddp.buckets
         gradients(ddp, batches[2])
         if overlap and step:
             assert ddp.hooks._unreported == []  # everything has been started, the deferred one's bucket last
@@ -324,7 +323,7 @@ def test_overlapped_ddp_ranks_with_different_graphs_start_their_collectives_in_o
             warnings.simplefilter("ignore")  # that the overlap was lost once
             gradients(ddp, x, with_optional=with_optional)
         check_gradients(ddp, want)
-    assert order == [bucket.name for bucket in ddp.engine.buckets] * 6
+    assert order == [bucket.name for bucket in ddp.buckets] * 6
     assert ctx.group.gather(order) == [order] * ctx.size
     ddp.remove()
 
@@ -556,7 +555,7 @@ def test_overlapped_ddp_refuses_changes_of_a_shard_of_what_no_sync_has_accumulat
                 ddp(x).sum().backward()
             ddp(x).sum().backward()
             assert all(
-                grad.eq(2.0).all() for param, grad in ddp.engine.buckets[0].parts() if param is ddp.module.a.weight
+                grad.eq(2.0).all() for param, grad in ddp.buckets[0].parts() if param is ddp.module.a.weight
             )
             ddp.zero_grad()
     ddp.remove()
@@ -1163,7 +1162,7 @@ def test_overlapped_ddp_both_levels_of_a_reduction_are_in_order_on_the_comm_stre
     simulated.sim.check()
     simulated.sim.run(starve=["comm"])
     assert [name for name in simulated.sim.log if "reduce" in name] == ["inside reduce_scatter", "across all_reduce"]
-    assert simulated.ddp.engine.buckets[0].owned[0].main_grad.eq(4.0).all()
+    assert simulated.ddp.buckets[0].owned[0].main_grad.eq(4.0).all()
 
 
 # ensure_params_ready
@@ -1282,7 +1281,7 @@ def test_ensure_params_ready_is_nothing_once_the_wrapper_is_removed():
         ensure_params_ready([simulated.a.weight])
         simulated.a(torch.ones(64))
     assert sim.waits == 2
-    assert simulated.ddp.engine.handles and not simulated.a._forward_pre_hooks
+    assert simulated.ddp.handles and not simulated.a._forward_pre_hooks
     sim.check()
 
 
@@ -1293,8 +1292,8 @@ def test_overlapped_ddp_a_capture_waits_for_nothing_of_outside(settled, monkeypa
     sim, ddp = simulated.sim, simulated.ddp
     if settled:
         with sim:
-            ddp.engine.settle()
-            for bucket in ddp.engine.buckets:
+            ddp.settle()
+            for bucket in ddp.buckets:
                 bucket.values.buffer.slot.join()
     sim.waits = 0
     monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: True)
@@ -1562,7 +1561,7 @@ def test_overlapped_ddp_backward_goes_on_while_a_reduction_is_open(ctx, backend)
     x, seen = torch.ones(16, 256, device=ctx.device, requires_grad=True), []
 
     def computed(_):  # backward, all but its end, which waits for the reductions
-        started = len(ddp.hooks._unreported) < len(ddp.engine.buckets)
+        started = len(ddp.hooks._unreported) < len(ddp.buckets)
         seen[:] = started, torch.cuda.current_stream().record_event(), ddp.comm_stream.record_event()
 
     x.register_hook(computed)

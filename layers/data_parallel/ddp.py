@@ -1,25 +1,64 @@
 """OverlappedDDP: torch's DistributedDataParallel over this library's collectives and, with shards, Megatron's.
 
-Checks what it is given, and makes a BucketEngine (bucket_engine.py), which does all the rest. Parameters stay what they
-are, nn.Parameters of the module with `.grad`, as under torch's DDP: code that reads them, tied ones and those without a
-dimension need no care. DTensors, and modules that hold less than all parameters, are what `fully_shard` is for.
+Parameters stay what they are, nn.Parameters of the module with `.grad`, as under torch's DDP: code that reads them,
+tied ones and those without a dimension need no care. DTensors, and modules that hold less than all parameters, are what
+`fully_shard` is for.
+
+Where a bucket's gradients and values lie, and which stream uses them when, is said in param_bucket.py; when the
+gradients of a bucket are complete, in grad_hooks.py; when a backward begins and ends, in backward.py. They add up to
+
+                  prepare               take_over
+    DELIVERED  ------------> PREPARED ------------> OPEN      `.grad` is the truth, then `main_grad` too, then alone
+        ^                                             |
+        +---------------------------------------------+
+                  deliver, at the end of backward
+
+Between two backwards, `.grad` is the truth, as in torch: it is `main_grad`, and whoever drops, zeroes, scales or
+replaces it has done so to the sum that the next backward adds to. While gradients are added, `.grad` is None.
+
+With the distributed optimizer, a rank keeps a shard of each bucket's sum and updates the same shard of the parameters,
+which are views of a buffer of their own; they are gathered after the update. With several instances of the distributed
+optimizer, an instance consists of R/I neighbouring ranks. Sums are scattered inside an instance and then all-reduced
+across instances, among the ranks that have the same shard.
+
+Collectives start in the order of the buckets on every rank, even if the autograd graphs of the ranks differ. Parameters
+are taken in reverse order, which approximates the order of their gradients.
 """
 
+import contextlib
+import enum
+import functools
 import math
 import numbers
+import warnings
+import weakref
+from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
-from tkernels.comm.context import MeshLike
-from tkernels.comm.errors import MismatchError
+from tkernels.comm.context import Context, MeshLike
+from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.group import checksum, first_difference
-from tkernels.layers.data_parallel.bucket_engine import BucketEngine
-from tkernels.layers.data_parallel.param_bucket import Levels, by_size
+from tkernels.layers.data_parallel.backward import Backward, backward_runs
+from tkernels.layers.data_parallel.norms import counts, squared_norm
+from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, by_size
+from tkernels.layers.data_parallel.values import ensure_params_ready, wait_in_modules
 from tkernels.layers.data_parallel.wire import Wire, open_wire
-from tkernels.layers.owners import disown, own, remove_owners
+from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.graphs import captured
+from tkernels.layers.marks import is_split
+from tkernels.layers.owners import disown, own, owner_of, remove_owners
+
+
+class State(enum.Enum):
+    DELIVERED = "delivered"
+    PREPARED = "prepared"
+    OPEN = "open"
 
 
 class OverlappedDDP(nn.Module):
@@ -108,19 +147,41 @@ class OverlappedDDP(nn.Module):
         _check_agreement(whole, options, params)
 
         dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
-        self.module = module
-        self.engine = BucketEngine(
-            module,
-            by_size(reversed(params.values()), bucket_size),
-            Levels(whole, sharded, num_distributed_optimizer_instances, average),
-            grad_dtype=grad_dtype,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            comm_stream=dev.Stream() if comm_stream is None else comm_stream,
-            dev=dev,
+        self.module, self.dev, self.sharded = module, dev, sharded
+        self.comm_stream = dev.Stream() if comm_stream is None else comm_stream
+        self.overlap_param_gather = overlap_param_gather
+        self.levels = Levels(whole, sharded, num_distributed_optimizer_instances, average)
+        self.buckets = [
+            ParamBucket(f"bucket {index}", members, grad_dtype, self.levels, self.comm_stream, dev)
+            for index, members in enumerate(by_size(reversed(params.values()), bucket_size))
+        ]
+        self.values = [bucket.values for bucket in self.buckets if bucket.values is not None]
+        self.shards = [values.shard for values in self.values]
+        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
+        names = {param: name for name, param in module.named_parameters()}
+        self.hooks = GradReadyHooks(
+            self.bucket_of,
+            ParamBucket.reduce,
+            buckets=self.bucket_of.values(),
+            names=[names[param] for param in self.bucket_of],
+            passes=self,
         )
-        self.sharded, self.hooks, self.comm_stream = sharded, self.engine.hooks, self.engine.comm_stream
-        own([*self.engine.bucket_of, *self.engine.shards], self)
+        self.hooks.counting = overlap_grad_reduce
+        own([*self.bucket_of, *self.shards], self)
+        self.removed, self._sync = False, True
+        self.handed_out = not self.sharded  # whether somebody has asked for the shards
+        self._waits = SimpleNamespace(whole=False)
+        self._state = State.DELIVERED
+        self._reduced = None  # whether `.grad` is a sum over ranks, or this rank's own, by no_sync; None: neither
+        self._due = False  # a backward has ended that reduces
+        self._aside = {}  # the .grad of parameters to which autograd is adding
+        self._backward = Backward(self._end_backward)
+        self._stream = None  # that of the last backward's caller
+        _wrappers.add(self)
+        _watch_optimizers()
+        self.handles = [module.register_load_state_dict_pre_hook(_refuse_assignment)]
+        if self.sharded:
+            self.handles += wait_in_modules(module, self.bucket_of, self._waits)
 
     def forward(self, *arguments, **options):
         """Call the module. Starts to gather updated parameters if `start_param_sync` has not been called.
@@ -129,8 +190,8 @@ class OverlappedDDP(nn.Module):
         bucket's shard, parameters are gathered by this call, and again by the next one.
         """
         if self.sharded:
-            self.engine.before_forward(torch.compiler.is_compiling())
-        return self.engine.watch(self.module(*arguments, **options))
+            self._before_forward(torch.compiler.is_compiling())
+        return self._watch(self.module(*arguments, **options))
 
     def owned_parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank's optimizer updates: all or, with the distributed optimizer, its shards.
@@ -141,8 +202,8 @@ class OverlappedDDP(nn.Module):
         the step of an optimizer of the module's own parameters raises ValueError, and torch's clip_grad_norm_ over them
         finds no gradients.
         """
-        self.engine.handed_out = True
-        return [owned for bucket in self.engine.buckets for owned in bucket.owned]
+        self.handed_out = True
+        return [owned for bucket in self.buckets for owned in bucket.owned]
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True):
@@ -151,16 +212,35 @@ class OverlappedDDP(nn.Module):
         An optimizer's zero_grad is enough, unless kernels add to `main_grad` and the module is not called through this
         one, or a rank may have no backward in this step. set_to_none: accepted as in torch, without effect.
         """
-        self.engine.zero_grad()
+        self._check_there()
+        self._check_places()
+        self._forget_gradients()
+        for bucket in self.buckets:
+            bucket.drop()
+            bucket.zero()
+        self._state = State.PREPARED
 
+    @contextlib.contextmanager
     def no_sync(self):
         """A context for all backward passes of a step except the last: gradients accumulate and no reduction starts."""
-        return self.engine.no_sync()
+        before = self._sync, self.hooks.counting
+        self._sync = self.hooks.counting = False
+        try:
+            yield
+        finally:
+            self._sync, self.hooks.counting = before
 
     @torch._disable_dynamo
     def start_grad_sync(self):
         """Collective. Start the reductions that have not started yet. No gradient may be produced after this call."""
-        self.engine.start()
+        self._check_there()
+        self._check_frozen()
+        if self._state is not State.OPEN:
+            if self._reduced and self._delivered:
+                self._check_marks()
+                return
+            self._take_over()  # what no_sync has accumulated, or the zeros of a rank that had no backward
+        self.hooks.flush()
 
     @torch._disable_dynamo
     def finish_grad_sync(self, stream=None):
@@ -172,7 +252,8 @@ class OverlappedDDP(nn.Module):
         called for may use gradients. Raises ValueError for a parameter in a shard that was frozen after the module was
         wrapped, LeaseError for a gradient that came too late and was not reported.
         """
-        self.engine.finish(stream)
+        self.start_grad_sync()
+        self._finish(self.dev.current_stream() if stream is None else stream)
 
     @torch._disable_dynamo
     def start_param_sync(self):
@@ -185,8 +266,9 @@ class OverlappedDDP(nn.Module):
         """
         if not self.sharded:
             raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
-        self.engine.gather()
+        self._gather_updates()
 
+    @contextlib.contextmanager
     def captured(self, graph, *, streams=()):
         """Capture whole steps in a CUDA graph: `graph` is torch.cuda.graph(...), not yet entered.
 
@@ -199,7 +281,22 @@ class OverlappedDDP(nn.Module):
         outside.
         streams: those that the capture uses besides its own and the comm stream.
         """
-        return self.engine.captured(graph, streams)
+        slots = [bucket.grads.slot for bucket in self.buckets] + [values.buffer.slot for values in self.values]
+
+        def settled_replay():
+            self.settle()
+            replay()
+
+        self.settle()
+        try:
+            with captured(graph, slots=slots, streams=[self.comm_stream, *streams], dev=self.dev) as replay:
+                yield settled_replay
+                self.settle()
+        except BaseException:
+            self._forget_gradients()
+            for values in self.values:
+                values.forget_update()  # the update was captured, but did not run
+            raise
 
     def remove(self):
         """Collective. Take hooks and buckets off the module.
@@ -207,14 +304,276 @@ class OverlappedDDP(nn.Module):
         The module is then as before it was wrapped, with its current parameter values. Afterwards this object only
         forwards to the module. May be repeated.
         """
-        if not self.engine.removed:
-            self.engine.remove()
-            disown([*self.engine.bucket_of, *self.engine.shards], self)
+        if self.removed:
+            return
+        self.removed = True
+        _wrappers.discard(self)
+        if any(values.awaits_gather for values in self.values):
+            self._gather()
+        ensure_params_ready(self.bucket_of)
+        self.hooks.remove()
+        for handle in self.handles:
+            handle.remove()
+        for param in self.bucket_of:
+            if owner_of(param, OverlappedDDP) is self:
+                del param.main_grad
+                param.grad = None
+        disown([*self.bucket_of, *self.shards], self)
+        for values in self.values:
+            disown(self.bucket_of, values)
 
     def _apply(self, function, recurse=True):
-        for parameter in () if self.engine.removed else self.engine.bucket_of:
-            self.engine.check_place(parameter, function(parameter.detach()))
+        for parameter in () if self.removed else self.bucket_of:
+            self.check_place(parameter, function(parameter.detach()))
         return super()._apply(function, recurse)
+
+    # Forward
+
+    @torch._disable_dynamo
+    def _before_forward(self, compiled: bool):
+        """With shards: gather what may have been updated. compiled: whether the caller is being compiled."""
+        if any(values.awaits_gather for values in self.values):
+            unwritten = [values for values in self.values if values.unwritten]
+            self._gather_updates()
+            for values in unwritten:
+                values.expect_update()
+        # A compiled module would break its graph at the hooks of the modules in it, so it is made to wait as a whole.
+        self._waits.whole = compiled or any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # by compile(), torch.compile
+            for module in self.module.modules()
+        )
+        if self._waits.whole:
+            ensure_params_ready(self.bucket_of)
+
+    @torch._disable_dynamo
+    def _watch(self, output):
+        """Hear of the backward that begins with these outputs."""
+        this = weakref.ref(self)  # outputs may outlive it
+
+        def begins(_):
+            if (ddp := this()) is not None:
+                ddp.enter_backward()
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(begins)
+        return output
+
+    def _gather_updates(self):
+        """Collective. Gather the shards, in the order of forward."""
+        if not self.handed_out:
+            self.handed_out = True  # warn only once
+            warnings.warn(
+                "OverlappedDDP: no optimizer can have updated the shards, since nobody has asked for them; make it of "
+                "owned_parameters(), not of parameters()",
+                stacklevel=3,
+            )
+        self._check_places()
+        self._gather()
+
+    def _gather(self):
+        for values in reversed(self.values):
+            values.gather()
+        if not self.overlap_param_gather:
+            ensure_params_ready(self.bucket_of)
+
+    def settle(self):
+        """End all tenancies, as required at both edges of a capture. Zeros of outside are not those of the graph."""
+        if self._state is State.PREPARED:
+            self._state = State.DELIVERED
+        if any(values.awaits_gather for values in self.values):
+            self._gather()
+        for bucket in self.buckets:
+            bucket.grads.end()
+        for values in self.values:
+            values.buffer.end()
+
+    # Backward
+
+    def enter_backward(self, parameter: nn.Parameter | None = None):
+        """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says.
+
+        parameter: to which autograd is about to add. It must not do so in place, or in another dtype's `.grad`.
+        """
+        if self.removed:
+            return
+        if self._backward.failed:
+            self._put_back()
+            if self._state is State.OPEN:
+                self._forget_gradients()
+            self._state = State.DELIVERED
+        if self._backward.begin() and self._state is State.DELIVERED:
+            self._prepare()
+        if parameter is not None and parameter.grad is not None:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+
+    def begin(self, written: bool):
+        """Called before a gradient is taken. written: a kernel has added to `main_grad` already."""
+        if not backward_runs():
+            return  # after backward
+        early = self._state is not State.PREPARED
+        self.enter_backward()
+        if self._state is not State.OPEN:
+            if written and (early or self._reduced and any(bucket.must_be_shared for bucket in self.buckets)):
+                raise LeaseError(
+                    "OverlappedDDP: a kernel added to main_grad before this object knew that a backward had begun; "
+                    "call the wrapper, not its module, or begin by the wrapper's zero_grad()"
+                )
+            self._take_over()
+
+    def end_deferred(self):
+        """Called after the last gradient that was deferred."""
+        if self._state is State.OPEN and not self._backward.begun:
+            self._end_pass()
+
+    def _prepare(self):
+        self._check_marks()
+        self.hooks.reset()
+        for bucket in self.buckets:
+            bucket.prepare()
+        self._state = State.PREPARED
+
+    def _take_over(self):
+        self._check_frozen()
+        self._put_back()
+        if self._state is State.DELIVERED:
+            self._prepare()
+        for bucket in self.buckets:
+            bucket.take_over(reduced=bool(self._reduced))
+        self._state, self._reduced = State.OPEN, None
+
+    def _put_back(self):
+        for parameter, grad in self._aside.items():
+            parameter.grad = grad
+        self._aside = {}
+
+    def _end_backward(self):
+        self._put_back()
+        if self._state is not State.OPEN:
+            self._state = State.DELIVERED
+            return
+        self._stream = self.dev.current_stream()
+        self._due |= self._sync
+        if not self.hooks.waiting:
+            self._end_pass()
+
+    def _end_pass(self):
+        if self._due:
+            self.hooks.flush()
+            self._finish(self._stream)
+        else:
+            self._deliver(self._stream, reduced=False)
+
+    def _finish(self, stream):
+        if self._state is State.OPEN:
+            self.hooks.forget_deferred()
+            self._deliver(stream, reduced=True)
+        for bucket in self.buckets:
+            bucket.finish(stream)
+
+    def _deliver(self, stream, reduced: bool):
+        self._state, self._reduced, self._due = State.DELIVERED, reduced, False
+        for bucket in self.buckets:
+            bucket.deliver(stream, reduced)
+
+    def _forget_gradients(self):
+        """Discard what has been accumulated, and what a failed backward left."""
+        self.hooks.reset()
+        self.hooks.forget_deferred()
+        self._state, self._reduced, self._due, self._aside = State.DELIVERED, None, False, {}
+        self._backward.forget()
+
+    # Norms
+
+    def check_tensor_parallel(self, caller: str, ctx: Context):
+        """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too."""
+        group, ours = ctx.group, self.levels.whole.group
+        common = {*group.global_ranks} & {*ours.global_ranks} - {group.global_ranks[group.rank]}
+        if common and any(map(is_split, self.bucket_of)):
+            raise ValueError(
+                f"{caller}: some parameters are split over tensor-parallel ranks, but of the ranks of mesh, "
+                f"{sorted(common)} are data-parallel ranks of an OverlappedDDP, with the same parts; pass mesh=, the "
+                f"ranks that layers are split over"
+            )
+
+    def squared_norm(self, shards: set[nn.Parameter], tensor_parallel: Context) -> torch.Tensor:
+        """Collective. What this rank adds to the squared 2-norm over the tensor-parallel ranks, fp32 [1].
+
+        That is the sum over the data-parallel ranks of the gradients of their shards, with 0 for shards that are not
+        among `shards`. It counts replicated parameters on the first tensor-parallel rank alone.
+        """
+        device, split = self.buckets[0].grads.slot.tensor.device, any(map(is_split, self.bucket_of))
+        parts = [part for bucket in self.buckets if bucket.owned[0] in shards for part in bucket.parts()]
+        total = squared_norm((grad for param, grad in parts if not split or counts(param, tensor_parallel)), device)
+        if self.sharded:
+            self.levels.inside.all_reduce(total)
+        return total if split or tensor_parallel.rank == 0 else torch.zeros_like(total)
+
+    # What is refused
+
+    def check_step(self, parameters: set):
+        """Called before each optimizer's step, with its parameters."""
+        wrong = next((param for param in self.bucket_of if param in parameters), None)
+        if self.sharded and wrong is not None:
+            raise ValueError(
+                f"OverlappedDDP: an optimizer has {self._name_of(wrong)}, but each rank updates its shards of the "
+                f"parameters; make the optimizer of owned_parameters(), or pass use_distributed_optimizer=False and "
+                f"don't overlap the gathers"
+            )
+        others = {param for param in parameters if param.requires_grad and owner_of(param) is None}
+        missed = next((param for param in self.module.parameters() if param in others), None) if others else None
+        if missed is not None:
+            raise ValueError(
+                f"OverlappedDDP: an optimizer has {self._name_of(missed)}, which was unfrozen or added after the "
+                f"module was wrapped, so that each rank would train it by its own gradient; remove() this and wrap the "
+                f"module again"
+            )
+        unreduced = self._state is State.OPEN or self._reduced is False and self._delivered
+        if unreduced and (wrong is not None or not parameters.isdisjoint(self.shards)):
+            raise LeaseError(
+                "OverlappedDDP: an optimizer's step before the gradients are reduced: a backward failed (begin again "
+                "by the wrapper's zero_grad()), or all were in no_sync or deferred gradients have yet to come (call "
+                "finish_grad_sync() after them)"
+            )
+
+    def check_place(self, parameter: nn.Parameter, now: torch.Tensor):
+        """Raises LeaseError if `now`, which a parameter has become, is not where its bucket has it."""
+        if not self.bucket_of[parameter].holds(now):
+            raise LeaseError(
+                f"OverlappedDDP: {self._name_of(parameter)} is converted or moved, but its gradients and what ranks "
+                f"gather are not; do so before a module is wrapped, or remove() this and wrap it again"
+            )
+
+    @property
+    def _delivered(self) -> bool:
+        return any(bucket.delivered for bucket in self.buckets)
+
+    def _check_places(self):
+        for param in self.bucket_of:
+            self.check_place(param, param)
+
+    def _check_there(self):
+        if self.removed:
+            raise LeaseError("OverlappedDDP: it was removed from its module, perhaps for another one; use that")
+
+    def _check_marks(self):
+        if (name := self.hooks.stale_mark) is not None:
+            raise LeaseError(
+                f"OverlappedDDP: a kernel added to the main_grad of {name} (grad_added_to_main_grad) outside of a "
+                f"backward that this object knows of. Call the wrapper, not its module, or begin by its zero_grad(); a "
+                f"kernel that comes after backward is announced there, by grad_ready_hooks(param).defer(param)"
+            )
+
+    def _check_frozen(self):
+        frozen = next((param for param in self.bucket_of if not param.requires_grad), None)
+        if self.sharded and frozen is not None:
+            raise ValueError(
+                f"OverlappedDDP: {self._name_of(frozen)} was frozen after the module was wrapped, but lies in a shard "
+                f"that is updated as a whole, by weight decay too; wrap the module again"
+            )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, each in self.module.named_parameters() if each is parameter)
 
 
 def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype | None):
@@ -244,3 +603,41 @@ def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]
                 f"OverlappedDDP: ranks 0 and {rank} differ in {what} {name}{found}; all ranks must pass the same "
                 f"options and begin with the same parameters (one seed, or a broadcast of rank 0's)"
             )
+
+
+@contextlib.contextmanager
+def changing_main_grads(params):
+    """A context in which the current stream changes `main_grad`. It begins as what `.grad` says; `.grad` follows.
+
+    Does nothing for parameters without buckets.
+    """
+    wrappers = {owner_of(param, OverlappedDDP) for param in params} - {None}
+    for ddp in wrappers:
+        for bucket in () if ddp._state is State.OPEN else ddp.buckets:
+            bucket.prepare()
+    yield
+    for ddp in wrappers:
+        for bucket in ddp.buckets:
+            bucket.follow()
+            bucket.finish(ddp.dev.current_stream())
+
+
+def _refuse_assignment(module, state, prefix, metadata, *_):
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
+
+
+_wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
+
+
+@functools.cache
+def _watch_optimizers():
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@torch._disable_dynamo
+def _before_step(optimizer, *_):
+    if wrappers := list(_wrappers):
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for ddp in wrappers:
+            ddp.check_step(parameters)

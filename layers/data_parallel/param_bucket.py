@@ -22,7 +22,7 @@ from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.values import Buffer, Values
 from tkernels.layers.data_parallel.wire import Wire
-from tkernels.layers.lease import Lease, Slot
+from tkernels.layers.lease import Lease
 
 ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires
 
@@ -83,9 +83,9 @@ class ParamBucket:
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
         self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
         if grad_dtype != first.dtype:
-            self.cast, begin = self._own.to(first.dtype), self._own.storage_offset()
-            for owned, grad in self.given.items():
-                self.given[owned] = self.cast[grad.storage_offset() - begin :][: grad.numel()].view(grad.shape)
+            self.cast = self._own.to(first.dtype)
+            given = [self.cast] if levels.sharded else self.layout.views(self.cast)
+            self.given = dict(zip(self.owned, given, strict=True))
 
     def __repr__(self):
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
@@ -95,10 +95,6 @@ class ParamBucket:
         if self.values is None:
             return (parameter.dtype, parameter.device) == self._kind
         return self.values.holds(parameter)
-
-    @property
-    def slots(self) -> list[Slot]:
-        return [self.grads.slot] if self.values is None else [self.grads.slot, self.values.buffer.slot]
 
     @property
     def lease(self) -> Lease:
