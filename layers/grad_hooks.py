@@ -17,6 +17,7 @@ A pass usually ends with its backward. A layer whose kernel comes later says so 
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 import weakref
@@ -26,7 +27,7 @@ import torch
 
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing
-from tkernels.layers.owners import disown, own, owner_of, remove_owners
+from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
 
@@ -68,9 +69,12 @@ class GradReadyHooks:
         self.reset()
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
-        self._handles = [param.register_post_accumulate_grad_hook(_hook(self)) for param in self._params]
+        take, enter = weakly(self._take), weakly(self._enter_backward)
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in self._params]
         if passes is not None:
-            self._handles += [param.register_hook(_hook_before(self, param)) for param in self._params]
+            self._handles += [
+                param.register_hook(functools.partial(enter, weakref.ref(param))) for param in self._params
+            ]
 
     def remove(self):
         """Take the hooks off the parameters. May be repeated."""
@@ -191,6 +195,10 @@ class GradReadyHooks:
             if not self.waiting and (passes := self._passes()) is not None:
                 passes.end_deferred()
 
+    def _enter_backward(self, param: weakref.ref, _):
+        if (passes := self._passes()) is not None:
+            passes.enter_backward(param())
+
     def _begin(self, written):
         if (passes := self._passes()) is not None:
             passes.begin(written)
@@ -247,24 +255,3 @@ class GradReadyHooks:
                 stacklevel=3,
             )
         self._expected = {param: max(count, expected.get(param, 0)) for param, count in self._counts.items()}
-
-
-def _hook(hooks):
-    """A hook that keeps no GradReadyHooks alive: a parameter may outlive its hooks."""
-    reference = weakref.ref(hooks)
-
-    def hook(param):
-        if (hooks := reference()) is not None:
-            hooks._take(param)
-
-    return hook
-
-
-def _hook_before(hooks, param):
-    reference, param = weakref.ref(hooks), weakref.ref(param)
-
-    def hook(_):
-        if (hooks := reference()) is not None and (passes := hooks._passes()) is not None:
-            passes.enter_backward(param())
-
-    return hook

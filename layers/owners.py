@@ -15,6 +15,17 @@ class _References(list):
         return _References, ()
 
 
+def weakly(method):
+    """A bound method as a hook that doesn't keep its object alive: it does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments):
+        if (method := reference()) is not None:
+            method(*arguments)
+
+    return call
+
+
 def owner_of(parameter, kind: type = object):
     """The newest owner of a parameter that is a `kind` and still alive, or None."""
     for reference in reversed(getattr(parameter, _OWNERS, ())):

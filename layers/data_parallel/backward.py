@@ -5,6 +5,8 @@ import weakref
 
 import torch
 
+from tkernels.layers.owners import weakly
+
 
 def backward_runs() -> bool:
     """Whether the caller is a hook inside of a backward."""
@@ -24,7 +26,7 @@ class Backward:
     """
 
     def __init__(self, end):
-        self._end, self.begun = weakref.WeakMethod(end), False
+        self._end, self.begun = weakly(end), False
         self._callback = lambda: None  # weak reference to what ends the backward, which only autograd holds
 
     @property
@@ -51,5 +53,4 @@ class Backward:
 
     def _ended(self):
         self.begun = False
-        if (end := self._end()) is not None:
-            end()
+        self._end()

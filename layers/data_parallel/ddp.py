@@ -52,7 +52,7 @@ from tkernels.layers.data_parallel.wire import Wire, open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_split
-from tkernels.layers.owners import disown, own, owner_of, remove_owners
+from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 
 class State(enum.Enum):
@@ -348,15 +348,10 @@ class OverlappedDDP(nn.Module):
     @torch._disable_dynamo
     def _watch(self, output):
         """Hear of the backward that begins with these outputs."""
-        this = weakref.ref(self)  # outputs may outlive it
-
-        def begins(_):
-            if (ddp := this()) is not None:
-                ddp.enter_backward()
-
+        enter = weakly(self.enter_backward)  # outputs may outlive this object
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(begins)
+                tensor.register_hook(lambda _: enter())
         return output
 
     def _gather_updates(self):

@@ -23,6 +23,7 @@ from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
 from tkernels.layers.data_parallel.wire import Wire
+from tkernels.layers.owners import weakly
 
 
 def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partition: str) -> list[FlatLayout]:
@@ -124,9 +125,9 @@ class FlatGroup:
 
         hook: a bound method.
         """
+        hook = weakly(hook)
         return [
-            piece.whole.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(hook), weakref.ref(piece)))
-            for piece in self.parameters
+            piece.whole.register_post_accumulate_grad_hook(_hook(hook, weakref.ref(piece))) for piece in self.parameters
         ]
 
     def settle(self, hook) -> bool:
@@ -187,10 +188,10 @@ class FlatGroup:
         self.has_total = True
 
 
-def _hook(hook: weakref.WeakMethod, piece: weakref.ref):
+def _hook(hook: Callable, piece: weakref.ref):
     @torch._disable_dynamo
     def ready(parameter):
-        if (call := hook()) is not None and parameter.grad is not None:
-            call(piece())
+        if parameter.grad is not None:
+            hook(piece())
 
     return ready
