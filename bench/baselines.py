@@ -1,5 +1,8 @@
 """The baselines, on the same operands as ours: cuBLAS, NCCL, NCCL then cuBLAS, and torch's fused operators.
 
+Operands of FP8 are multiplied by torch._scaled_mm with their scales and our fast_accum. NCCL gathers their bytes, and
+with them, in one launch, the scales; torch's fused operators are the scaled ones.
+
 A baseline's call returns the operation's result, or None if it does only a part of the operation.
 """
 
@@ -8,12 +11,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from bench.problem import Problem
+from bench.problem import Problem, as_bytes
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
 
 NAMES = {
-    "cublas": "torch.mm of this rank's GEMM, operands gathered",
+    "cublas": "torch.mm of this rank's GEMM, operands gathered; of FP8 torch._scaled_mm",
     "nccl": "the NCCL collective alone",
     "serial": "NCCL, then cuBLAS (or cuBLAS, then NCCL)",
     "torch": "torch.ops.symm_mem.fused_*",
@@ -22,46 +26,86 @@ NAMES = {
 
 def baselines(problem: Problem) -> dict[str, Callable[[], torch.Tensor | None]]:
     """The calls that apply to the operation, by the names of NAMES; none without a GPU."""
-    ctx, op, x, w = problem.ctx, problem.case.op, problem.x, problem.w
+    ctx, op = problem.ctx, problem.case.op
     if ctx.device.type != "cuda":
         return {}
+    multiply = multiplication(problem)
     if op == "gemm":
-        return {"cublas": lambda: torch.mm(x, w.t())}
+        return {"cublas": lambda: multiply(problem.x, problem.x_scale)}
     if ctx.size == 1:
-        return {"cublas": part(lambda: torch.mm(x, w.t()))} if w is not None else {}
+        return {"cublas": part(lambda: multiply(problem.x, problem.x_scale))} if problem.w is not None else {}
     group = ctx.group.process_group
     if op in ("all_gather_matmul", "all_gather"):
         return _gathers(problem, group)
     return _reductions(problem, group)
 
 
-def _gathers(problem: Problem, group):
-    x, w, M = padded(problem), problem.w, problem.case.M
-    full = problem.gathered
-    out = x.new_empty((x.shape[0] * problem.ctx.size, x.shape[1]))
+def multiplication(problem: Problem) -> Callable:
+    """Torch's product of this problem's w: of any x, its scales or None, and a bias if there is one."""
+    w, fast_accum, dtype = problem.w, problem.case.fast_accum, problem.case.result_dtype
+    if problem.w_scale is None:
+        return lambda x, scale=None, bias=None: torch.mm(x, w.t()) if bias is None else F.linear(x, w, bias)
+    w_scale = problem.w_scale.t().contiguous()  # [1, N]
 
-    def gather():
-        all_gather_single(out, x, group=group)
-        return out
+    def multiply(x, scale, bias=None):
+        return torch._scaled_mm(x, w.t(), scale, w_scale, bias, out_dtype=dtype, use_fast_accum=fast_accum)
+
+    return multiply
+
+
+def gathering(problem: Problem, group) -> Callable[[], tuple]:
+    """NCCL's all-gather of x, padded: x of all ranks, and of FP8 its scales, in one launch, else None."""
+    (x, scale), size = padded(problem), problem.ctx.size
+    out = x.new_empty((x.shape[0] * size, x.shape[1]))
+    if scale is None:
+
+        def gather():
+            all_gather_single(out, x, group=group)
+            return out, None
+
+        return gather
+    scales = scale.new_empty((scale.shape[0] * size, 1))
+    pairs = [(each.view(torch.uint8), own.view(torch.uint8)) for each, own in ((out, x), (scales, scale))]
+
+    def gather_scaled():
+        with dist._coalescing_manager(group):
+            for each, own in pairs:
+                all_gather_single(each, own, group=group)
+        return out, scales
+
+    return gather_scaled
+
+
+def _gathers(problem: Problem, group):
+    case, w = problem.case, problem.w
+    (x, scale), M = padded(problem), case.M
+    full, full_scale, gather = problem.gathered, problem.gathered_scale, gathering(problem, group)
+    if w is None:
+        return {"nccl": lambda: gather()[0][:M]}
+    multiply = multiplication(problem)
+    w_scale = None if scale is None else problem.w_scale.t().contiguous()
 
     def fused():
-        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, group.group_name, return_A=False)
-        return products[0][:M]
+        if scale is None:
+            operator, options = torch.ops.symm_mem.fused_all_gather_matmul, {"return_A": False}
+            return operator(x, [w.t()], 0, group.group_name, **options)[1][0][:M]
+        operator = torch.ops.symm_mem.fused_all_gather_scaled_matmul
+        options = [None], [None], [case.result_dtype], [case.fast_accum]
+        return operator(x, [w.t()], scale, [w_scale], 0, group.group_name, *options)[1][0][:M]
 
-    if w is None:
-        return {"nccl": lambda: gather()[:M]}
     return {
-        "cublas": lambda: torch.mm(full, w.t()),
+        "cublas": lambda: multiply(full, full_scale),
         "nccl": part(gather),
-        "serial": lambda: torch.mm(gather(), w.t())[:M],
+        "serial": lambda: multiply(*gather())[:M],
         "torch": fused,
     }
 
 
 def _reductions(problem: Problem, group):
-    case, x, w = problem.case, padded(problem), problem.w
+    case, (x, scale), w = problem.case, padded(problem), problem.w
     scatters = case.op in ("matmul_reduce_scatter", "reduce_scatter")
-    y = x if w is None else torch.mm(x, w.t())
+    multiply = None if w is None else multiplication(problem)
+    y = x if w is None else multiply(x, scale)
     out = y.new_empty((y.shape[0] // problem.ctx.size, case.N)) if scatters else None
     own = problem.rows[problem.ctx.rank]
     in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay zeros over many calls
@@ -80,25 +124,33 @@ def _reductions(problem: Problem, group):
     if w is None:
         return {"nccl": collective if scatters else part(collective)}
     calls = {
-        "cublas": part(lambda: torch.mm(problem.x, w.t())),
+        "cublas": part(lambda: multiply(problem.x, problem.x_scale)),
         "nccl": part(collective),
-        "serial": lambda: (scatter if scatters else reduce)(torch.mm(x, w.t())),
+        "serial": lambda: (scatter if scatters else reduce)(multiply(x, scale)),
     }
+    w_scale = None if scale is None else problem.w_scale.t().contiguous()
 
     def fused():
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)[:own]
+        if scale is None:
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)[:own]
+        operator, shape = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter, [x.shape[0], case.N]
+        options = None, None, case.result_dtype, case.fast_accum
+        return operator(x, w.t(), scale, w_scale, "sum", 0, 0, group.group_name, shape, *options)[:own]
 
     return calls | ({"torch": fused} if scatters else {})
 
 
-def padded(problem: Problem) -> torch.Tensor:
-    """x, with rows of zeros appended where the ranks' row counts differ: these calls take only equal shares."""
+def padded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and its scales, with rows of zeros where the ranks' row counts differ: these calls take only equal shares."""
     op, share, ranks = problem.case.op, problem.rows[0], problem.ctx.size
+    x, scale = problem.x, problem.x_scale
     if "all_reduce" in op:
-        return problem.x
+        return x, scale
     num_rows = share * ranks if "reduce_scatter" in op else share
-    missing = num_rows - problem.x.shape[0]
-    return torch.nn.functional.pad(problem.x, (0, 0, 0, missing)) if missing else problem.x
+    if missing := num_rows - x.shape[0]:
+        x = F.pad(as_bytes(x), (0, 0, 0, missing)).view(x.dtype)
+        scale = None if scale is None else F.pad(scale, (0, 0, 0, missing), value=1.0)
+    return x, scale
 
 
 def part(call: Callable[[], torch.Tensor]) -> Callable[[], None]:

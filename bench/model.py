@@ -56,7 +56,7 @@ def recorded_us(line: dict, name: str, config: OverlapConfig | None) -> float | 
 
 def judge(line: dict) -> Judged:
     problem = problem_of(line)
-    width = problem.row_bytes // problem.dtype.itemsize
+    width = problem.K if problem.gathers else problem.N
     path = by_rule(line["op"], line["M"], width, problem.dtype, line["ranks"], gpu=problem.gpu).path
     name, config, predicted = "plain", None, model.predict_plain(problem)
     if path == "fused":

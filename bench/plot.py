@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from bench.peers import over_cublas
-from bench.records import FUSED, PEERS, best_peer_us, circumstances, limit_us, newest, ratio, read
+from bench.records import FUSED, PEERS, best_peer_us, circumstances, limit_us, newest, of_fp8, ratio, read
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- written by python -m bench.plot --readme -->\n", "<!-- end of what it writes -->\n"
@@ -37,11 +37,12 @@ OPERATION_MARKERS = dict(zip(FUSED, ("o", "s", "D"), strict=True))
 
 
 def fused(path: Path) -> list[dict]:
-    """The file's fused forward records with cuBLAS and wire times, longest first within each operation.
+    """The file's fused forward records with cuBLAS and wire times, longest first within each operation; none of FP8.
 
     Raises ValueError if there are none.
     """
-    lines = [line for line in read(path) if line["op"] in FUSED and line["layout"] == "TN" and limit_us(line)]
+    lines = [line for line in read(path) if line["op"] in FUSED and line["layout"] == "TN" and not of_fp8(line)]
+    lines = [line for line in lines if limit_us(line)]
     if not lines:
         raise ValueError(f"{path} has no records of {', '.join(FUSED)} on GPUs; write some by bench.run --json")
     return sorted(lines, key=lambda line: (FUSED.index(line["op"]), -line["ours_us"]))

@@ -14,9 +14,9 @@ from bench import work
 from tkernels import model
 from tkernels.choice import overlap_config, product_way
 from tkernels.comm.context import Context
-from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.configs import FP8, GemmConfig, OverlapConfig, result_dtype
 from tkernels.gemm import precision, problem_of_product
-from tkernels.rounding import tolerance
+from tkernels.rounding import fp8_error, tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
@@ -29,6 +29,7 @@ class Case:
     layout: of the operands of the local GEMM, in BLAS notation. TN: x and w as in nn.Linear's forward. NN: w is the
     transpose of a [K, N] matrix, as for the gradient of the input. NT: x is a transpose as well, of a [K, M] matrix, as
     for the gradient of the weight.
+    fast_accum: of operands of FP8, which have a scale a row; None for others.
     """
 
     op: str
@@ -38,13 +39,32 @@ class Case:
     K: int
     dtype: torch.dtype
     layout: str = "TN"
+    fast_accum: bool | None = None
 
     def refusal(self, ranks: int) -> str | None:
-        """Why the case cannot be measured on that many ranks: they must divide the features, but not the rows."""
+        """Why the case cannot be measured on that many ranks: they must divide the features, but not the rows.
+
+        FP8 has products alone, of operands with K contiguous, whose part on a rank is a multiple of 16.
+        """
         shared = {"N": self.N} if self.op == "all_gather_matmul" else {}
         shared |= {"K": self.K} if self.op in ("matmul_reduce_scatter", "matmul_all_reduce") else {}
         odd = [f"{name}={size}" for name, size in shared.items() if size % ranks]
-        return f"{self.op} {self.shape}: {', '.join(odd)} doesn't divide by {ranks} ranks" if odd else None
+        if odd:
+            return f"{self.op} {self.shape}: {', '.join(odd)} doesn't divide by {ranks} ranks"
+        if self.dtype not in FP8:
+            return None
+        if self.layout != "TN" or "matmul" not in self.op and self.op != "gemm":
+            return f"{self.op} {self.shape} {self.layout}: float8 is measured in products, with K contiguous (TN)"
+        odd = self.local_K(ranks) % 16
+        return f"{self.op} {self.shape}: float8 takes a K, of each rank, that is a multiple of 16" if odd else None
+
+    def local_K(self, ranks: int) -> int:
+        """K of a rank's product."""
+        return self.K // ranks if self.op in ("matmul_reduce_scatter", "matmul_all_reduce") else self.K
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return result_dtype(self.dtype)
 
     def rows(self, ranks: int) -> tuple[int, ...]:
         """Every rank's rows: full shards, then the remainder, then none, so that padding goes to the very end."""
@@ -54,7 +74,9 @@ class Case:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row that is sent between ranks: of x where rows are gathered, of partial sums elsewhere."""
-        return (self.K if self.op in ("all_gather", "all_gather_matmul") else self.N) * self.dtype.itemsize
+        if self.op in ("all_gather", "all_gather_matmul"):
+            return work.operand_row_bytes(self.K, self.dtype)
+        return self.N * self.result_dtype.itemsize
 
     def work(self, ranks: int, rank: int = 0) -> work.Work:
         """The work of one GPU in one call."""
@@ -85,7 +107,8 @@ def product_of(case: Case) -> model.Problem:
     made = functools.partial(torch.empty, dtype=case.dtype, device="meta")
     x = made(case.K, case.M).t() if case.layout == "NT" else made(case.M, case.K)
     w = made(case.N, case.K) if case.layout == "TN" else made(case.K, case.N).t()
-    return problem_of_product(x, w, made(case.M, case.N), precision(case.dtype))
+    y = torch.empty(case.M, case.N, dtype=case.result_dtype, device="meta")
+    return problem_of_product(x, w, y, precision(case.dtype, case.fast_accum is not False))
 
 
 def path_of(ctx: Context, case: Case) -> str | None:
@@ -103,15 +126,19 @@ class Problem:
     values: "normal" (mean 0, variance 1) to time and to test rounding; "integers" for exact equality: an x whose rows
         have at most 64 elements of +-1, and w of -2 to 2, so that a rank's partial sum is at most 128, exact in bf16;
         "zeros" to compile.
+    x, x_scale, w, w_scale: of FP8 each row has a scale, [M, 1] and [N, 1], a power of two for "integers". Of other
+        dtypes the scales are None.
     """
 
     def __init__(self, ctx: Context, case: Case, values: str):
         self.ctx, self.case, self.values = ctx, case, values
         self.rows = case.rows(ctx.size)
-        self.x, self.w = self.x_of(ctx.rank), self.w_of(ctx.rank)
+        (self.x, self.x_scale), (self.w, self.w_scale) = self.x_of(ctx.rank), self.w_of(ctx.rank)
 
-    def x_of(self, rank: int) -> torch.Tensor:
-        """A rank's x: [M, K] for gemm, [M/R, K] to gather, [M, K/R] for a GEMM to be reduced, [M, N] to reduce."""
+    def x_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A rank's x and its scales: [M, K] for gemm, [M/R, K] to gather, [M, K/R] for a GEMM to be reduced, and [M, N]
+        to reduce.
+        """
         case, size = self.case, self.ctx.size
         shape = {
             "gemm": (case.M, case.K),
@@ -124,8 +151,8 @@ class Problem:
         }[case.op]
         return self._make(shape, 2 * rank, True, case.layout == "NT")
 
-    def w_of(self, rank: int) -> torch.Tensor | None:
-        """A rank's w, [N/R, K], [N, K/R] or [N, K]; None for the plain collectives."""
+    def w_of(self, rank: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A rank's w, [N/R, K], [N, K/R] or [N, K], and its scales; None for the plain collectives."""
         case, size = self.case, self.ctx.size
         if case.op == "gemm":
             shape = (case.N, case.K)
@@ -134,15 +161,25 @@ class Problem:
         elif "matmul" in case.op:
             shape = (case.N, case.K // size)
         else:
-            return None
+            return None, None
         return self._make(shape, 2 * rank + 1, False, case.layout != "TN")
 
-    def _make(self, shape, seed: int, sparse: bool, transposed: bool) -> torch.Tensor:
-        matrix = self._values(shape, seed, sparse)
-        return matrix.t().contiguous().t() if transposed else matrix
+    def _make(self, shape, seed: int, sparse: bool, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.case.dtype in FP8:
+            return self._scaled(shape, seed, sparse)
+        matrix = self._values(shape, seed, sparse, self.case.dtype)
+        return matrix.t().contiguous().t() if transposed else matrix, None
 
-    def _values(self, shape, seed: int, sparse: bool) -> torch.Tensor:
-        device, dtype = self.ctx.device, self.case.dtype
+    def _scaled(self, shape, seed: int, sparse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """By torch's own operators, which launch nothing that compiling ahead would take for ours."""
+        if self.values != "integers":
+            return quantized(self._values(shape, seed, sparse, torch.float32), self.case.dtype)
+        generator = torch.Generator(self.ctx.device).manual_seed(seed)
+        scale = torch.randint(-2, 3, (shape[0], 1), generator=generator, device=self.ctx.device).float().exp2()
+        return self._values(shape, seed, sparse, torch.bfloat16).to(self.case.dtype), scale
+
+    def _values(self, shape, seed: int, sparse: bool, dtype: torch.dtype) -> torch.Tensor:
+        device = self.ctx.device
         if self.values == "zeros":
             return torch.zeros(shape, device=device, dtype=dtype)
         generator = torch.Generator(device).manual_seed(seed)
@@ -160,50 +197,81 @@ class Problem:
     @functools.cached_property
     def gathered(self) -> torch.Tensor:
         """The x of all ranks, concatenated by rows: the result of a gather."""
-        return torch.cat([self.x_of(rank) for rank in range(self.ctx.size)])
+        return torch.cat([as_bytes(self.x_of(rank)[0]) for rank in range(self.ctx.size)]).view(self.case.dtype)
+
+    @functools.cached_property
+    def gathered_scale(self) -> torch.Tensor | None:
+        """The scales of its rows."""
+        scales = [self.x_of(rank)[1] for rank in range(self.ctx.size)]
+        return None if scales[0] is None else torch.cat(scales)
+
+    @property
+    def scaling(self) -> dict:
+        """The options of a call that are about FP8."""
+        if self.case.dtype not in FP8:
+            return {}
+        return {"x_scale": self.x_scale, "w_scale": self.w_scale, "fast_accum": self.case.fast_accum}
 
     def ours(self, path: str | None = None) -> torch.Tensor:
         """Collective. Our result, through the public operator, as users call it. path: the path to request."""
         operands = (self.x,) if self.w is None else (self.x, self.w)
         if self.case.op == "gemm":
-            return tkernels.matmul(*operands)
+            return tkernels.matmul(*operands, **self.scaling)
         options = {} if "all_reduce" in self.case.op or len(set(self.rows)) == 1 else {"rows": self.rows}
-        options |= {} if path is None else {"path": path}
+        options |= self.scaling | ({} if path is None else {"path": path})
         return getattr(tkernels, self.case.op)(*operands, **options, ctx=self.ctx)
 
     def with_config(self, config, ctx: Context | None = None) -> torch.Tensor:
         """Collective. Our kernel's result with `config`, over another context of the same ranks if one is given."""
-        op, ctx, x, w, rows = self.case.op, ctx or self.ctx, self.x, self.w, self.rows
+        op, x, w, options = self.case.op, self.x, self.w, self.scaling | {"config": config}
         if op == "gemm":
-            return tkernels.matmul(x, w, config=config)
-        if op == "all_gather_matmul":
-            return tkernels.all_gather_matmul(x, w, rows=rows, config=config, ctx=ctx)
-        if op == "matmul_reduce_scatter":
-            return tkernels.matmul_reduce_scatter(x, w, rows=rows, config=config, ctx=ctx)
-        return tkernels.matmul_all_reduce(x, w, config=config, ctx=ctx)
+            return tkernels.matmul(x, w, **options)
+        options |= {"ctx": ctx or self.ctx} | ({} if op == "matmul_all_reduce" else {"rows": self.rows})
+        return getattr(tkernels, op)(x, w, **options)
 
     def truth(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(X, W): this rank's exact result is X @ W.T, or X alone if W is None, in fp64."""
+        """(X, W), of FP8 dequantized: this rank's exact result is X @ W.T, or X alone if W is None, in fp64."""
         op, ranks = self.case.op, range(self.ctx.size)
         scattered = op in ("matmul_reduce_scatter", "reduce_scatter")
         first = sum(self.rows[: self.ctx.rank])
         own = slice(first, first + self.rows[self.ctx.rank]) if scattered else slice(None)
         if op == "gemm":
-            return self.x, self.w
+            return dequantized(self.x, self.x_scale), dequantized(self.w, self.w_scale)
         if op in ("all_gather_matmul", "all_gather"):
-            return self.gathered, self.w
+            w = None if self.w is None else dequantized(self.w, self.w_scale)
+            return dequantized(self.gathered, self.gathered_scale), w
         if self.w is None:
-            return sum(self.x_of(rank)[own].double() for rank in ranks), None
-        x = torch.cat([self.x_of(rank)[own] for rank in ranks], dim=1)
-        return x, torch.cat([self.w_of(rank) for rank in ranks], dim=1)
+            return sum(self.x_of(rank)[0][own].double() for rank in ranks), None
+        x = torch.cat([dequantized(*self.x_of(rank))[own] for rank in ranks], dim=1)
+        return x, torch.cat([dequantized(*self.w_of(rank)) for rank in ranks], dim=1)
 
     def allowed(self) -> tuple[float, float]:
         """(atol, rtol) of our result against the reference; (0, 0): equal to it, rounded once to the dtype."""
         case, size = self.case, self.ctx.size
         if self.values == "integers" or case.op == "all_gather":
             return 0.0, 0.0
-        if case.op in ("gemm", "all_gather_matmul"):
-            return tolerance(case.dtype, case.K)
-        if "matmul" in case.op:  # the partial sums of all ranks but one are rounded to be sent
-            return tolerance(case.dtype, case.K, roundings=size)
-        return tolerance(case.dtype, size)
+        if self.w is None:
+            return tolerance(case.dtype, size)
+        # The partial sums of all ranks but one are rounded to be sent.
+        roundings = 1 if case.op in ("gemm", "all_gather_matmul") else size
+        atol, rtol = tolerance(case.result_dtype, case.K, roundings)
+        if case.dtype in FP8:
+            atol += fp8_error(case.local_K(size), case.fast_accum) * (case.K / case.local_K(size)) ** 0.5
+        return atol, rtol
+
+
+def quantized(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix of fp32 in FP8, and the scales of its rows; of rows of zeros 1."""
+    scale = matrix.abs().amax(1, keepdim=True) / torch.finfo(dtype).max
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (matrix / scale).to(dtype), scale
+
+
+def dequantized(matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What a matrix of FP8 stands for, in fp32, exact if the scales are powers of two; any other as it is."""
+    return matrix if scale is None else matrix.float() * scale
+
+
+def as_bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """The memory of a matrix of FP8, for what torch does with bytes alone; any other as it is."""
+    return matrix.view(torch.uint8) if matrix.dtype in FP8 else matrix

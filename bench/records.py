@@ -22,19 +22,28 @@ def read(path: Path) -> list[dict]:
     cases = {}
     for line in lines:
         if "ours_us" in line:
-            line = {"layout": "TN", "ways": {}} | line
-            cases[line["op"], line["shape"], line["layout"], line["ranks"], line["dtype"]] = line
+            line = {"layout": "TN", "ways": {}, "fast_accum": None} | line
+            cases[case_of(line)] = line
     return list(cases.values())
+
+
+def case_of(line: dict) -> tuple:
+    """What was measured."""
+    return tuple(line[name] for name in ("op", "shape", "layout", "ranks", "dtype", "fast_accum"))
+
+
+def of_fp8(line: dict) -> bool:
+    return line["fast_accum"] is not None
 
 
 def newest(folder: Path = RESULTS) -> Path:
     """The file with the latest day's records of fused operations on GPUs; of several, the one with the most ranks.
 
-    Raises FileNotFoundError if there is none.
+    Those of FP8 don't count. Raises FileNotFoundError if there is none.
     """
     dated = []
     for path in folder.glob("*.jsonl"):
-        lines = [line for line in read(path) if line["gpu"] and line["op"] in FUSED]
+        lines = [line for line in read(path) if line["gpu"] and line["op"] in FUSED and not of_fp8(line)]
         if lines:
             dated.append((max(line["date"][:10] for line in lines), lines[0]["ranks"], path))
     if not dated:

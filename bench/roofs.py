@@ -6,7 +6,9 @@ import torch
 
 from bench.baselines import enable_symmetric_memory
 from bench.compile import sentence
+from bench.problem import quantized
 from tkernels.comm.context import Context
+from tkernels.configs import FP8, result_dtype
 from tkernels.timing import agree, measure
 
 PEER_COPY_BYTES = 256 << 20
@@ -19,7 +21,7 @@ class Roofs:
     """Rates per GPU, with all GPUs busy. None where something does not exist here; `missing` gives the reason.
 
     peer_copy_bytes_per_s: into each GPU, all of them at once, the better of push and pull.
-    cublas_flop_per_s: of one GEMM with M = N = K = 8192.
+    cublas_flop_per_s: of one GEMM with M = N = K = 8192; of FP8 with a scale a row and fast accumulation.
     hbm_copy_bytes_per_s: bytes read plus bytes written.
     """
 
@@ -45,8 +47,12 @@ def measure_roofs(ctx: Context, dtype: torch.dtype, iterations: int) -> Roofs:
             calls, missing = {}, {"wire": f"the peak of a copy to a peer was not measured ({reason})"}
     source = torch.zeros(HBM_COPY_BYTES, dtype=torch.uint8, device=ctx.device)
     target = torch.empty_like(source)
-    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=ctx.device, dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=ctx.device, dtype=result_dtype(dtype)) for _ in range(2))
     calls |= {"hbm": lambda: target.copy_(source), "cublas": lambda: torch.mm(a, b.t())}
+    if dtype in FP8:
+        (a, a_scale), (b, b_scale) = quantized(a.float(), dtype), quantized(b.float(), dtype)
+        scales, options = (a_scale, b_scale.t().contiguous()), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        calls["cublas"] = lambda: torch._scaled_mm(a, b.t(), *scales, **options)
     timings, _ = measure(ctx, calls, iterations)
     per_s = {name: 1e6 / timing.us for name, timing in timings.items()}
     peer = max(per_s["push"], per_s["pull"]) * PEER_COPY_BYTES if "push" in per_s else None

@@ -22,19 +22,24 @@ import tkernels
 from bench.harness import compile_cases, run_case
 from bench.problem import LAYOUTS, Case
 from bench.provenance import provenance
-from bench.records import append
+from bench.records import FUSED, append, of_fp8
 from bench.roofs import Roofs, measure_roofs
 from tkernels import shapes
 from tkernels.cli import file_to_write
+from tkernels.configs import FP8
 from tkernels.launch import RankError, RankPool
 
 WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
 CASE_TIMEOUT_S = 600.0
 WIDTH = 120
+PRODUCTS = ("gemm", *FUSED)
+ACCUMS = {"fast": True, "precise": False}  # fast_accum of FP8
+DEFAULT_ACCUMS = {True: ("fast", "precise"), False: ("fast",)}  # of gemm, and of fused operations
 
 EPILOG = """example:
   python -m bench.run all_gather_matmul --shape llama70b-qkv,gpt3-fc1 --ranks 4 --json bench/results/ag.jsonl
   python -m bench.run gemm --layout TN,NN,NT --ranks 1 --json bench/results/gemm.jsonl
+  python -m bench.run gemm --dtype fp8 --ranks 1
   torchrun --nproc-per-node 4 -m bench.run all_gather_matmul,matmul_reduce_scatter --shape layers --budget 240
 """
 
@@ -60,7 +65,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         "--ranks", type=int, default=world or (2 if simulated else torch.cuda.device_count()),
         help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
     )  # fmt: skip
-    parser.add_argument("--dtype", default="bf16", choices=shapes.DTYPES)
+    parser.add_argument(
+        "--dtype", default="bf16", choices=shapes.WITH_FP8, help="fp8: products of e4m3 with a scale a row, to bf16"
+    )
+    parser.add_argument(
+        "--accum", metavar="HOW", help="of fp8: fast or precise (fast_accum=False), or fast,precise; default: both of "
+        "gemm, fast of the fused operations",
+    )  # fmt: skip
     parser.add_argument(
         "--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"],
         help="how bytes reach peers: by loads and stores (peer) or by NVSHMEM's device calls (nvshmem); simulated: on "
@@ -73,7 +84,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     )
     args = parser.parse_args(argv)
 
-    ops = list(shapes.BY_OPERATION) if args.op == "all" else args.op.split(",")
+    dtype = shapes.WITH_FP8[args.dtype]
+    fp8, all_ops = dtype in FP8, list(shapes.BY_OPERATION)
+    all_ops = [op for op in all_ops if op in PRODUCTS] if fp8 else all_ops
+    ops = all_ops if args.op == "all" else args.op.split(",")
     for op in ops:
         if op not in shapes.BY_OPERATION:
             parser.error(f"{op!r} is no operation; there are {', '.join(shapes.BY_OPERATION)}, or all")
@@ -81,6 +95,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     for layout in layouts:
         if layout not in LAYOUTS:
             parser.error(f"--layout {layout}: there are {', '.join(LAYOUTS)}")
+    if args.accum is not None and not fp8:
+        parser.error(f"--accum {args.accum} is of fp8, and --dtype is {args.dtype}")
+    accums = None if args.accum is None else args.accum.split(",")
+    if unknown := set(accums or ()) - set(ACCUMS):
+        parser.error(f"--accum {min(unknown)}: there are {', '.join(ACCUMS)}")
     if args.budget is not None and not args.budget > 0:
         parser.error(f"--budget {args.budget:g}: give seconds")
     if args.iterations < 1:
@@ -99,10 +118,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     except ValueError as error:
         parser.error(f"--shape: {error}")
     cases = [
-        Case(op, name, *shape, shapes.DTYPES[args.dtype], layout)
+        Case(op, name, *shape, dtype, layout, accum)
         for op in ops
+        for accum in ([ACCUMS[how] for how in accums or DEFAULT_ACCUMS[op == "gemm"]] if fp8 else [None])
         for name, shape in found[op].items()
-        for layout in (layouts if "matmul" in op or op == "gemm" else ["TN"])
+        for layout in (layouts if op in PRODUCTS else ["TN"])
     ]
     for case in cases:
         if simulated and (refusal := shapes.interpreter_refusal((case.M, case.N, case.K))):
@@ -204,7 +224,7 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
     report.begin("compiling")
     ranks.run(compile_cases, cases, timeout_s=CASE_TIMEOUT_S)
     report.begin("measuring the machine")
-    roofs = ranks.run(measure_roofs, shapes.DTYPES[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
+    roofs = ranks.run(measure_roofs, shapes.WITH_FP8[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
     peaks = {name: value for name, value in vars(roofs).items() if name != "missing"}
     records = collections.defaultdict(list)
     for case in cases:
@@ -219,12 +239,12 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
                 report.failure(case, line["refused"])
             else:
                 line |= {**peaks, **origin}
-                records[case.op].append(line)
+                records[case.op, case.fast_accum].append(line)
                 report.write(line)
                 times = {name: line[f"{name}_us"] for name in ("ours", "cublas", "serial", "torch")}
                 text += ": " + ", ".join(f"{name} {_us(us)}" for name, us in times.items() if us is not None) + " us"
         report.end(text)
-    for op, lines in records.items():
+    for (op, _), lines in records.items():
         report.console.print(table(op, lines))
         if any(line["ways"] for line in lines):
             report.console.print(ways_table(op, lines))
@@ -232,7 +252,8 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
 
 
 def case_name(case: Case) -> str:
-    return f"{case.op} {case.shape}" + (f" {case.layout}" if case.layout != "TN" else "")
+    named = [case.op, case.shape, *([case.layout] if case.layout != "TN" else [])]
+    return " ".join(named + [how for how, fast in ACCUMS.items() if case.fast_accum is fast])
 
 
 @contextlib.contextmanager
@@ -258,8 +279,9 @@ def table(op: str, lines: list[dict]) -> Table:
     """The records of one operation; times in us."""
     first = lines[0]
     machine = f"{first['ranks']} x {first['gpu']}" if first["gpu"] else f"{first['ranks']} ranks, simulated"
+    dtype = first["dtype"] + (f" with fast_accum={first['fast_accum']}" if of_fp8(first) else "")
     result = Table(
-        title=f"{op}, {machine}, {first['dtype']}, {first['transport']}, us, median of {first['iterations']}",
+        title=f"{op}, {machine}, {dtype}, {first['transport']}, us, median of {first['iterations']}",
         title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     result.add_column("shape", no_wrap=True)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench.peers import over_cublas
 from bench.problem import LAYOUTS
-from bench.records import FUSED, PEERS, RESULTS, geometric_mean, ratio, read
+from bench.records import FUSED, PEERS, RESULTS, case_of, geometric_mean, ratio, read
 from tkernels.shapes import LAYERS
 
 GATHERS, SCATTERS = FUSED[:2]
@@ -33,6 +33,7 @@ class Goal:
 
     value: of a record, larger is better; None where the record has no such value.
     of: selects the records.
+    fast_accum: of FP8; None: of all other dtypes.
     """
 
     name: str
@@ -41,9 +42,11 @@ class Goal:
     value: Callable[[dict], float | None]
     of: Callable[[dict], bool]
     mean: bool = False
+    fast_accum: bool | None = None
 
     def values(self, lines: list[dict]) -> dict[str, float]:
         about = (line for line in lines if self.ranks in (ANY, line["ranks"]) and self.of(line))
+        about = (line for line in about if line["fast_accum"] is self.fast_accum)
         named = {f"{line['shape']} x{line['ranks']}": self.value(line) for line in about}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -104,6 +107,13 @@ GOALS = [
     ),  # fmt: skip
     *(Goal(f"GEMM {layout} over cuBLAS", ANY, 1.0, over("cublas"), gemm(layout), mean=True) for layout in LAYOUTS),
     *(Goal(f"GEMM {layout} over cuBLAS", ANY, 0.95, over("cublas"), gemm(layout)) for layout in LAYOUTS),
+    Goal("GEMM in FP8 over cuBLAS", ANY, 1.0, over("cublas"), gemm("TN"), True, True),
+    Goal("GEMM in FP8 over cuBLAS", ANY, 0.95, over("cublas"), gemm("TN"), False, True),
+    Goal("GEMM in precise FP8 over cuBLAS", ANY, 0.80, over("cublas"), gemm("TN"), True, False),
+    *(
+        Goal(f"in FP8 over {label}, from 2048 tokens", ANY, 1.0, over(name), fused(), False, True)
+        for name, label in PEERS.items()
+    ),
     Goal("host time, over NCCL + cuBLAS", ANY, 1.0, over("serial", "host_us"), lambda line: line["op"] in FUSED),
     Goal("training over NCCL + cuBLAS", 4, 1.1, over("serial"), training),
     Goal("training, memory of NCCL + cuBLAS over ours", 4, 1 / 1.1, over("serial", "peak_bytes"), training),
@@ -149,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:  # no JSON, or no text; the message lacks the path
             parser.error(f"{path}: {error}")
         for line in filter(operator.itemgetter("gpu"), lines):
-            case = line["op"], line["shape"], line["layout"], line["ranks"], line["dtype"]
+            case = case_of(line)
             latest[case] = max(line, latest.get(case, line), key=lambda line: line["date"])
     result, reached = table(list(latest.values()))
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(result)

@@ -115,7 +115,7 @@ class Fused:
             if name in usable:
                 calls[name] = lambda call=usable[name]: self.finished(call())
         if self.gathers:  # cuBLAS adds the bias
-            x, M = padded(self.plain), self.problem.M
+            (x, _), M = padded(self.plain), self.problem.M
             out = x.new_empty((x.shape[0] * self.ctx.size, x.shape[1]))
             group = self.ctx.group.process_group
 

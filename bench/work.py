@@ -5,7 +5,7 @@ M rows, N out-features and K, the dimension summed over, are totals of all ranks
 
 Memory bytes are a lower bound. Each operand is read once and each result is written once. Data that arrives over the
 link is written once, and read once if something is computed from it. Data that is computed to be sent is written once
-and read once for all peers.
+and read once for all peers. Operands of FP8 have a scale a row, which is read and sent with it; their results are bf16.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tkernels.comm.collectives import split_rows
+from tkernels.configs import FP8, result_dtype
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,22 @@ class Work:
 
 def matmul(M: int, N: int, K: int, dtype: torch.dtype) -> Work:
     """y [M, N] = x [M, K] @ w [N, K].T, local."""
-    return Work(2 * M * N * K, (M * K + N * K + M * N) * dtype.itemsize)
+    return Work(2 * M * N * K, (M + N) * operand_row_bytes(K, dtype) + M * N * result_dtype(dtype).itemsize)
 
 
 def all_gather_matmul(M: int, N: int, K: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
     """y [M, N/R] = all_gather(x_shard_m [M/R, K]) @ w [N/R, K].T. Raises ValueError where R does not divide N."""
     local = matmul(M, _share("N", N, ranks), K, dtype)
     own = _rows(M, ranks, rows)[rank]
-    incoming = (M - own) * K * dtype.itemsize
-    outgoing = own * K * dtype.itemsize * (ranks - 1)
+    incoming = (M - own) * operand_row_bytes(K, dtype)
+    outgoing = own * operand_row_bytes(K, dtype) * (ranks - 1)
     return Work(local.flops, local.hbm_bytes + incoming, incoming, outgoing)
 
 
 def matmul_reduce_scatter(M: int, N: int, K: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
     """y_shard_m [M/R, N] = reduce_scatter(x [M, K/R] @ w [N, K/R].T). Raises ValueError where R does not divide K."""
     local = matmul(M, N, _share("K", K, ranks), dtype)
-    own = _rows(M, ranks, rows)[rank]
+    own, dtype = _rows(M, ranks, rows)[rank], result_dtype(dtype)
     incoming = own * N * dtype.itemsize * (ranks - 1)
     outgoing = (M - own) * N * dtype.itemsize
     # The GEMM writes M rows in any case, as partial sums or as results; the partial sums are also read, to be sent.
@@ -51,7 +52,8 @@ def matmul_reduce_scatter(M: int, N: int, K: int, ranks: int, dtype: torch.dtype
 
 def matmul_all_reduce(M: int, N: int, K: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
     """y [M, N] = all_reduce(x [M, K/R] @ w [N, K/R].T), as a reduce-scatter and an all-gather of y's rows."""
-    return _then_gather(matmul_reduce_scatter(M, N, K, ranks, dtype, rank, rows), M, N, ranks, dtype, rank, rows)
+    scattered = matmul_reduce_scatter(M, N, K, ranks, dtype, rank, rows)
+    return _then_gather(scattered, M, N, ranks, result_dtype(dtype), rank, rows)
 
 
 def all_gather(M: int, width: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
@@ -81,6 +83,11 @@ def _then_gather(scattered: Work, M, width, ranks, dtype, rank, rows) -> Work:
     # The own rows are already in the result; they are read once more only if there is a peer to send them to.
     hbm_bytes = scattered.hbm_bytes + incoming + (own if ranks > 1 else 0)
     return Work(scattered.flops, hbm_bytes, scattered.link_in_bytes + incoming, scattered.link_out_bytes + outgoing)
+
+
+def operand_row_bytes(K: int, dtype: torch.dtype) -> int:
+    """Bytes of a row of x or of w, with its scale."""
+    return K * dtype.itemsize + (torch.float32.itemsize if dtype in FP8 else 0)
 
 
 def _rows(M: int, ranks: int, rows) -> tuple[int, ...]:

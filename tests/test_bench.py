@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transports import TRANSPORTS
+from transports import TRANSPORTS, simulated_only
 
 from tkernels import shapes, timing
 from tkernels.comm import runtime
@@ -30,17 +30,22 @@ def load(checkout: Path, name: str):
     return importlib.import_module(f"bench.{name}")
 
 
-def a_case(checkout: Path, op: str, M: int = 64, layout: str = "TN"):
-    return load(checkout, "problem").Case(op, "tiny", M, 64, 64, torch.bfloat16, layout)
+E4M3 = torch.float8_e4m3fn
 
 
-def measured(ctx, checkout, op, M=64, layout="TN", **options) -> dict:
+def a_case(checkout: Path, op: str, M: int = 64, layout: str = "TN", fast_accum: bool | None = None):
+    dtype = torch.bfloat16 if fast_accum is None else E4M3
+    return load(checkout, "problem").Case(op, "tiny", M, 64, 64, dtype, layout, fast_accum)
+
+
+def measured(ctx, checkout, op, M=64, layout="TN", fast_accum=None, **options) -> dict:
     harness, roofs = load(checkout, "harness"), load(checkout, "roofs")
-    return harness.run_case(ctx, a_case(checkout, op, M, layout), 2, roofs.Roofs(), **options)
+    return harness.run_case(ctx, a_case(checkout, op, M, layout, fast_accum), 2, roofs.Roofs(), **options)
 
 
 FIELDS = {
-    "op", "shape", "layout", "M", "N", "K", "ranks", "dtype", "runtime", "transport", "iterations", "warmups",
+    "op", "shape", "layout", "M", "N", "K", "ranks", "dtype", "fast_accum", "runtime", "transport", "iterations",
+    "warmups",
     "config", "ways", "path", "flops", "hbm_bytes", "link_in_bytes", "link_out_bytes", "wire_us",
     "overlap_efficiency", "ours_flop_per_s",
     *(f"{name}_{what}us" for name in ("ours", "cublas", "nccl", "serial", "torch") for what in ("", "p10_", "p90_")),
@@ -129,12 +134,41 @@ def test_layouts_of_the_backward_are_measured(ctx, checkout, layout):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["gemm", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_products_of_fp8_are_measured_with_a_scale_a_row(ctx, checkout, op):
+    if not runtime.has_fp8():
+        pytest.skip("the GPU has no FP8")
+    for fast_accum in (True, False):
+        line = measured(ctx, checkout, op, M=33, fast_accum=fast_accum)
+        assert "refused" not in line, line
+        assert (line["dtype"], line["fast_accum"]) == ("float8_e4m3fn", fast_accum)
+        # Bytes of the rows that arrive at most, and of the scale of each.
+        assert line["link_in_bytes"] == {"gemm": 0, "all_gather_matmul": 17 * 68}.get(op, line["link_in_bytes"])
+        assert "plain" in line["ways"] or op == "gemm"
+
+    def scaled_twice(problem):
+        return problem.ours() * (1 + (problem.values == "normal"))
+
+    def of_other_scales(problem):
+        scale, problem.x_scale = problem.x_scale, problem.x_scale.flip(0)
+        result, problem.x_scale = problem.ours(), scale
+        return result
+
+    for wrong, values in ((scaled_twice, "normal"), (of_other_scales, "integers")):
+        reason = measured(ctx, checkout, op, M=33, fast_accum=True, ours=wrong)["refused"]
+        assert f"elements are off on {values} operands" in reason
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fp8", [None, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("M", [64, 1])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather"])
-def test_baselines_compute_what_we_compute(ctx, checkout, op, M):
+def test_baselines_compute_what_we_compute(ctx, checkout, op, M, fp8):
     """Without torch's fused operators, which exist on GPUs only; gloo stands in for NCCL where there is none."""
+    if fp8 and (op == "all_gather" or not runtime.has_fp8()):
+        pytest.skip("FP8 is measured in products, where there is any")
     baselines, harness, problem = (load(checkout, name) for name in ("baselines", "harness", "problem"))
-    here = problem.Problem(ctx, a_case(checkout, op, M), "normal")
+    here = problem.Problem(ctx, a_case(checkout, op, M, fast_accum=fp8), "normal")
     make = baselines._gathers if "gather" in op else baselines._reductions
     calls = make(here, ctx.group.process_group)
     results = {name: call() for name, call in calls.items() if name != "torch"}
@@ -143,6 +177,22 @@ def test_baselines_compute_what_we_compute(ctx, checkout, op, M):
     assert {name: harness.far(here, result) for name, result in whole.items()} == dict.fromkeys(whole)
     if here.truth()[0].shape[0]:
         assert harness.far(here, next(iter(whole.values())) * 1.05).startswith("its result is wrong")
+
+
+@pytest.mark.ranks(2)
+@simulated_only
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_torchs_scaled_operators_take_the_arguments_of_the_baselines(ctx, checkout, op):
+    """By the door to them: what torch itself has without a GPU gathers no FP8."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tkernels.layers.doors import symm_mem
+
+    baselines, harness, problem = (load(checkout, name) for name in ("baselines", "harness", "problem"))
+    here = problem.Problem(ctx, a_case(checkout, op, fast_accum=True), "normal")
+    calls = (baselines._gathers if "gather" in op else baselines._reductions)(here, ctx.group.process_group)
+    with symm_mem.install(init_device_mesh(ctx.device.type, (ctx.size,), mesh_dim_names=("tp",))):
+        assert harness.far(here, calls["torch"]()) is None
 
 
 @pytest.mark.ranks(2)
@@ -269,6 +319,11 @@ def test_a_case_without_a_number_is_named_and_gives_exit_code_1(checkout, tmp_pa
         ("gemm,matmul --shape tiny", "'matmul' is no operation"),
         ("gemm --shape tiny --ranks 1 --layout TT", "--layout TT: there are TN, NN, NT"),
         ("gemm --shape tiny --ranks 1 --budget 0", "--budget 0: give seconds"),
+        ("gemm --shape tiny --ranks 1 --accum fast", "--accum fast is of fp8, and --dtype is bf16"),
+        ("gemm --shape tiny --ranks 1 --dtype fp8 --accum slow", "--accum slow: there are fast, precise"),
+        ("gemm --shape tiny --ranks 1 --dtype fp8 --layout NN", "tiny NN: float8 is measured in products, with K"),
+        ("all_gather --shape tiny --ranks 1 --dtype fp8", "all_gather tiny TN: float8 is measured in products"),
+        ("gemm --shape 64x64x24 --ranks 1 --dtype fp8", "float8 takes a K, of each rank, that is a multiple of 16"),
         ("gemm --shape small --ranks 1", "--shape: there is no shape 'small' for gemm"),
         ("gemm --shape 64x0x64", "--shape: 64x0x64: M, N and K must be at least 1"),
     ],
@@ -296,6 +351,17 @@ def test_shapes_are_given_as_names_or_as_sizes(checkout):
     sizes = [(case.shape, case.M, case.N, case.K, case.layout) for case in cases if case.op == "gemm"]
     assert sizes[:2] == [("64x32x96", 64, 32, 96, "TN"), ("64x32x96", 64, 32, 96, "NN")]
     assert [case.shape for case in cases if case.op == "all_reduce"] == ["64x32x96", "tiny"]
+
+
+@pytest.mark.quick
+def test_fp8_is_measured_fast_and_precise_as_a_product_and_fast_in_fused_operations(checkout):
+    parse = load(checkout, "run").parse
+    _, cases = parse("all --shape tiny --ranks 1 --dtype fp8".split())
+    kinds = [(case.op, case.fast_accum) for case in cases]
+    fused = [(op, True) for op in load(checkout, "records").FUSED]
+    assert kinds == [("gemm", True), ("gemm", False), *fused] and {case.dtype for case in cases} == {E4M3}
+    _, cases = parse("all_gather_matmul --shape tiny --ranks 1 --dtype fp8 --accum precise".split())
+    assert [case.fast_accum for case in cases] == [False]
 
 
 @pytest.mark.quick
@@ -489,6 +555,8 @@ def test_of_records_of_one_case_the_last_counts_and_the_newest_file_is_the_lates
     assert [line["ours_us"] for line in records.read(older)] == [80.0]
     write(tmp_path / "c.jsonl", a_line(ranks=2), {"bench": "leases"})
     write(tmp_path / "z.jsonl", a_line(op="gemm", date="2031-01-01T00:00:00"))
+    fp8 = [a_line(date="2031-01-01T00:00:00", fast_accum=fast) for fast in (True, False)]
+    assert records.read(write(tmp_path / "y.jsonl", *fp8)) == fp8
     assert records.newest(tmp_path) == older  # of the same day the one with more ranks
     with pytest.raises(FileNotFoundError, match="bench.run --json"):
         records.newest(tmp_path / "nothing")
@@ -539,6 +607,15 @@ def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
     assert summary.main([str(good), str(bad)]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "over torch fused, from 2048 tokens any 2 1.000 0.917 llama8b-qkv x4 0.917" in out
+    # FP8 has goals of its own: as fast as torch's with fast_accum, and without.
+    for fast_accum, ours_us in ((True, 89.0), (False, 112.0)):
+        of_fp8 = {"op": "gemm", "dtype": "float8_e4m3fn", "fast_accum": fast_accum}
+        good = write(tmp_path / "good.jsonl", a_line(ours_us=91.0), a_line(ours_us=ours_us, **of_fp8))
+        assert summary.main([str(good)]) == 0
+        slow = write(tmp_path / "slow.jsonl", a_line(ours_us=120.0, date="2030-01-03T00:00:00", **of_fp8))
+        assert summary.main([str(good), str(slow)]) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"GEMM in {'' if fast_accum else 'precise '}FP8 over cuBLAS any 1 mean" in said
 
 
 @pytest.mark.quick
@@ -725,6 +802,7 @@ def test_queue_names_modules_options_and_tests_that_exist(checkout):
 def test_judge_finds_the_models_choices_no_slower_than_those_of_the_rule_that_it_replaced(checkout):
     model, records = load(checkout, "model"), load(checkout, "records")
     lines = model.fused_records(records.RESULTS.glob("*.jsonl"))
+    lines = [line for line in lines if not records.of_fp8(line)]  # the rule knew none
     judged = [model.judge(line) for line in lines]
     assert len(judged) >= 120 and all(one.us is not None for one in judged)
     ratios = []

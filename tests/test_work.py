@@ -42,6 +42,18 @@ def test_matmul_all_reduce_by_hand():
 
 
 @pytest.mark.quick
+def test_products_of_fp8_by_hand():
+    """As above, of a byte an element and four for the scale of a row; sums and results in bf16."""
+    e4m3 = torch.float8_e4m3fn
+    assert work.matmul(2, 3, 4, e4m3) == Work(48, (2 + 3) * (4 + 4) + 2 * 6)
+    gather = Work(120, (4 + 3) * (5 + 4) + 2 * 12 + 2 * 9, 2 * 9, 2 * 9)
+    assert work.all_gather_matmul(4, 6, 5, 2, e4m3) == gather
+    reduce = Work(2 * 4 * 5 * 3, (4 + 5) * (3 + 4) + 2 * (20 + 20 + 10), 20, 20)
+    assert work.matmul_reduce_scatter(4, 5, 6, 2, e4m3) == reduce
+    assert work.matmul_all_reduce(4, 5, 6, 2, e4m3) == Work(120, reduce.hbm_bytes + 2 * (10 + 10), 40, 40)
+
+
+@pytest.mark.quick
 def test_collectives_by_hand():
     # [6, 2] over 3 ranks in fp32: a rank's part is 4 elements, the whole 12
     assert work.all_gather(6, 2, 3, FP32) == Work(0, 4 * (4 + 12), 4 * 8, 4 * 8)

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tkernels.gpus import GPUS, KNOWN
     from tkernels.paths import by_rule, check_depth, explain_product, local_sizes, usual_layout, usual_product, ways_of
 
-    dtype = (shapes.DTYPES | {"tf32": torch.float32, "fp8": torch.float8_e4m3fn})[arguments.dtype]
+    dtype = (shapes.WITH_FP8 | {"tf32": torch.float32})[arguments.dtype]
     found = rows_named(arguments.gpu)
     try:
         if arguments.operation not in (*model.FUSED, "matmul", "all"):

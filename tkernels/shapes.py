@@ -10,6 +10,7 @@ from tkernels.comm import runtime
 Shape = tuple[int, int, int]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by their names on the command line
+WITH_FP8 = DTYPES | {"fp8": torch.float8_e4m3fn}
 
 SIMULATED_LIMIT = 1 << 24  # M * N * K that the interpreter computes in seconds
 
