@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tkernels.configs import MAX_LOOK, GemmConfig, OverlapConfig
+from tkernels.configs import FP8, MAX_LOOK, GemmConfig, OverlapConfig
 from tkernels.gpus import GPUS, H200, SIMULATED
 from tkernels.model import (
     COPY_ENGINE,
@@ -411,6 +411,11 @@ def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_l
 def test_plain_limit_of_an_all_reduce_is_lower_between_two():
     assert [plain_limit(AR, ranks) for ranks in (2, 4)] == [12 << 20, 24 << 20]
     assert [plain_limit(AG, ranks) for ranks in (2, 4)] == [12 << 20] * 2
+
+
+def test_plain_limit_of_a_gather_is_lower_in_fp8():
+    by_dtype = [[plain_limit(operation, 2, dtype) for dtype in (BF16, *FP8)] for operation in (AG, RS)]
+    assert by_dtype == [[12 << 20, 6 << 20, 6 << 20], [6 << 20] * 3]
 
 
 @pytest.mark.quick

@@ -63,7 +63,8 @@ HELD_UP = {
     "put_packets": "    at = tl.arange(0, words.shape[0])",
 }
 
-NO_WAIT = """def wait_signal(signal_word, epoch, source, chunk, net, L, other=None, value=None, SHIFT: tl.constexpr = 0):
+NO_WAIT = """\
+def wait_signal(signal_word, epoch, source, chunk, net, L, other=None, value=None, SHIFT: tl.constexpr = 0):
     tl.debug_barrier()
 """
 

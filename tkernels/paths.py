@@ -196,7 +196,7 @@ def by_rule(
         return Choice("fused", "one rank multiplies alone")
     crossings, row_bytes = 2 if operation == "matmul_all_reduce" else 1, width * sent_dtype(operation, dtype).itemsize
     senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
-    num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size)
+    num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size, dtype)
     if num_bytes <= limit:
         return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
     alignment = math.gcd(row_bytes, 16)
