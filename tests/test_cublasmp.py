@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import types
+import unittest.mock
 import warnings
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from transports import (
 )
 
 import tkernels
+from tkernels import paths
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import MismatchError, TkernelsError
 from tkernels.layers import cublasmp, userbuffers
@@ -648,6 +650,7 @@ def refuse_wrong_problems(ctx):
         (problem(a=a.detach().requires_grad_(last)), ValueError, f"{who}: cublasmp computes no gradients"),
         (problem(totals=[24] if last else (24,)), TypeError, rf"{who}: totals=\[24\]: .* unhashable"),
         (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
+        (problem(options={"fast_accum": True}), ValueError, "fast_accum=True is for float8 operands"),
     ]  # fmt: skip
     if ctx.device.type == "cpu":
         refused.append((problem(stream=3), ValueError, "there are no streams"))
@@ -1143,10 +1146,189 @@ def test_matmul_multiplies_in_tf32_where_the_call_says_so(ctx, monkeypatch):
         for algorithm in ("ATOMIC_P2P", "NO_OVERLAP"):
             for compute, allowed, precision in expected:
                 options = {"compute_type": compute, "algo_type": MatmulAlgoType[algorithm]}
-                with tf32(allowed), launches() as launched:
+                by_torch = unittest.mock.patch.object(paths, "multiply_into", wraps=paths.multiply_into)
+                with tf32(allowed), launches() as launched, by_torch as multiplied:
                     case.judge(run(ctx, case, distributions, parts, options=options), parts[2])
                 found = {arguments["PRECISION"] for *_, arguments in launched if "PRECISION" in arguments}
+                found |= {arguments[-1] for arguments, _ in multiplied.call_args_list}
                 assert {getattr(each, "value", each) for each in found} == {precision}, (pattern, options, allowed)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_EVEN, FP8_UNEVEN = (16, 24, 64), (13, 7, 96)  # on 2 ranks k is 32 or 48 of each
+
+
+def scaled(ctx, case: Case, distributions, parts, dtypes=(E4M3, E4M3), scales=None, c=None, **call):
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx, dtypes[i]) for i in (0, 1))
+    call = dict(epilog=case.epilog, alpha=case.alpha, beta=case.beta, mesh=ctx) | call
+    return matmul(a, b, c, distributions=distributions, qualifiers="TN", quantization_scales=scales, **call)
+
+
+def saturated(value, dtype) -> torch.Tensor:
+    most = torch.finfo(dtype).max
+    return torch.from_numpy(np.ascontiguousarray(value)).clamp(-most, most).to(dtype).float()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@every_transport_if_exhaustive
+def test_matmul_of_float8_is_exact_where_sums_are(ctx, transport, pattern):
+    """Small integers and scales that are powers of two, those of A and B other ones on each rank where they scale rows.
+
+    Sums stay below 2**13, which is exact in tensor cores, too. FP8 results saturate; their amax is of before that.
+    """
+    ctx = over(ctx, transport)
+    flag = E.ALLREDUCE if pattern == "GEMM+AR" else E.DEFAULT
+    cases = [
+        (FP8_EVEN, E.DEFAULT, (E4M3, E4M3), None), (FP8_UNEVEN, E.BIAS, (E5M2, E4M3), torch.float32),
+        (FP8_UNEVEN, E.RELU_AUX_BIAS, (E4M3, E5M2), E4M3), (FP8_EVEN, E.RELU_BIAS, (E4M3, E4M3), torch.float16),
+        (FP8_UNEVEN, E.RELU, (E4M3, E5M2), E5M2),
+    ]  # fmt: skip
+    for seed, (extents, epilog, dtypes, stored) in enumerate(cases):
+        case = Case(*extents, "TN", epilog | flag, seed=seed)
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        by_rank = {"a": (0.5, 2.0), "b": (4.0, 0.25)}
+        for name, whole, dim in (("a", case.op_a, 0), ("b", case.op_b, 1)):
+            split = dim if pattern == "AG+GEMM" else 1 - dim
+            blocks = np.array_split(np.arange(whole.shape[split]), 2)
+            factors = np.concatenate([np.full(len(at), by_rank[name][rank]) for rank, at in enumerate(blocks)])
+            setattr(case, f"scaled_{name}", whole * (factors[:, None] if split == 0 else factors))
+        value = case.scaled_a @ case.scaled_b
+        inputs = {}
+        if case.base in (E.BIAS, E.RELU_BIAS, E.RELU_AUX_BIAS):
+            value = value + case.bias[:, None]
+            inputs = {"bias": torch.from_numpy(case.bias[parts[2].rows]).to(ctx.device, DTYPES[seed % 2])}
+            if case.base == E.RELU_AUX_BIAS:
+                inputs["bias"] = inputs["bias"].half()
+        positive, value = value > 0, value if case.base in (E.DEFAULT, E.BIAS) else np.maximum(value, 0)
+        scales = {name: each[ctx.rank] for name, each in by_rank.items()}
+        scales["b"] = torch.tensor(scales["b"], device=ctx.device)
+        result = stored or dtypes[0]
+        fp8 = result.itemsize == 1
+        if fp8:
+            scales["d"] = torch.tensor([8.0], device=ctx.device)
+        for algorithm in ("ATOMIC_P2P", "NO_OVERLAP"):
+            options = {"result_type": stored, "algo_type": MatmulAlgoType[algorithm], "result_amax": fp8}
+            got = scaled(ctx, case, distributions, parts, dtypes, scales, epilog_inputs=inputs, options=options)
+            got, aux = got if isinstance(got, tuple) else (got, {})
+            mine = parts[2].of(value)
+            assert got.dtype == result
+            want = saturated(8 * mine, result) if fp8 else torch.from_numpy(mine).to(result).float()
+            assert torch.equal(got.cpu().float(), want), (extents, epilog, algorithm)
+            if fp8:
+                assert aux.pop("result_amax").tolist() == [abs(mine).max()]
+            if case.base == E.RELU_AUX_BIAS:
+                assert torch.equal(aux.pop("relu_aux").cpu(), torch.from_numpy(packed(parts[2].of(positive))))
+            assert not aux
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_matmul_of_float8_is_close_to_the_product_of_dequantized_operands(ctx, pattern):
+    """50 dB without fast_accum, whatever carries partial sums: bf16 has 55. Fast, k / 32 steps lose 2**-14 each."""
+    m, n, k = 48, 40, 512
+    case = Case(m, n, k, "TN", E.ALLREDUCE if pattern == "GEMM+AR" else E.DEFAULT)
+    generator = torch.Generator().manual_seed(7)
+    for name, dtype in (("a", E4M3), ("b", E5M2)):
+        matrix = torch.randn(k, m if name == "a" else n, generator=generator).to(dtype).double().numpy()
+        setattr(case, name, matrix)
+    distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+    truth = torch.from_numpy(parts[2].of(case.a.T @ case.b)) * 0.3 * 1.7
+    for fast, algorithm, sent in itertools.product((False, True), ("ATOMIC_P2P", "NO_OVERLAP"), (None, torch.bfloat16)):
+        options = {"algo_type": MatmulAlgoType[algorithm], "fast_accum": fast, "result_type": torch.bfloat16}
+        options |= {"communication_type": sent}
+        got = scaled(ctx, case, distributions, parts, (E4M3, E5M2), {"a": 0.3, "b": 1.7}, options=options)
+        assert got.dtype == torch.bfloat16
+        error = (got.cpu().double() - truth).norm() / truth.norm()
+        assert error <= (k / 32 * 2**-14 if fast else 0) + 10 ** (-50 / 20), (options, error)
+
+
+@pytest.mark.ranks(2)
+def test_matmul_of_float8_takes_c_alpha_and_beta(ctx):
+    """C of another dtype than an FP8 result, and of the result's, in place."""
+    case = Case(*FP8_EVEN, "TN", E.BIAS, alpha=2.0, beta=0.5)
+    distributions, parts = layouts("GEMM+RS", "TN", case, ctx.rank, ctx.size)
+    bias = {"bias": torch.from_numpy(case.bias).to(ctx.device, torch.bfloat16)}
+    want = parts[2].of(2 * case.op_a @ case.op_b + 0.5 * case.c + case.bias[:, None])
+    c = case.tensor(parts[2].of(case.c), ctx, torch.bfloat16)
+    call = dict(epilog_inputs=bias, c=c)
+    options = {"inplace": False, "result_type": E4M3}
+    scales = {"a": 1, "b": 1, "d": 1}
+    got = scaled(ctx, case, distributions, parts, scales=scales, options=options, **call)
+    assert torch.equal(got.cpu().float(), saturated(want, E4M3))
+    got = scaled(ctx, case, distributions, parts, scales={"a": 1, "b": 1}, **call)
+    assert got is c and torch.equal(c.cpu(), torch.from_numpy(want).bfloat16())
+
+
+@pytest.mark.ranks(2)
+def test_matmul_reset_operands_takes_other_scales_of_float8(ctx):
+    """Zeros and NaN among them, by value and in place; after release_operands all are needed."""
+    case = Case(*FP8_UNEVEN, "TN")
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx, E4M3) for i in (0, 1))
+    own, want = torch.ones(1, device=ctx.device), torch.from_numpy(parts[2].of(case.d)).float()
+    call = dict(distributions=distributions, qualifiers="TN", options={"result_type": torch.float32}, mesh=ctx)
+    with Matmul(a, b, quantization_scales={"a": own, "b": 1}, **call) as mm:
+        mm.plan()
+        assert torch.equal(mm.execute().cpu(), want)
+        own.fill_(2.0)
+        assert torch.equal(mm.execute().cpu(), 2 * want)
+        mm.reset_operands(quantization_scales={"b": 0.0})
+        assert mm.execute().eq(0).all()
+        mm.reset_operands_unchecked(quantization_scales=cublasmp.MatmulQuantizationScales(b=float("nan")))
+        assert mm.execute().isnan().all()
+        for wrong, message in [({"d": 1}, r"would be of \['a', 'b', 'd'\], but the problem has"),
+                               ({"a": own[:0]}, "must be a number, or float32 of shape")]:  # fmt: skip
+            with pytest.raises(ValueError, match=message):
+                mm.reset_operands(quantization_scales=wrong)
+        mm.release_operands()
+        with pytest.raises(ValueError, match="pass quantization_scales too"):
+            mm.reset_operands(a=a, b=b)
+        mm.reset_operands(a=a, b=b, quantization_scales={"a": 1, "b": 4})
+        assert torch.equal(mm.execute().cpu(), 4 * want)
+
+
+@pytest.mark.ranks(2)
+def test_matmul_of_float8_refuses_alike_on_every_rank(ctx):
+    case = Case(*FP8_EVEN, "TN")
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx, E4M3) for i in (0, 1))
+    last, scales = ctx.rank == 1, {"a": 1, "b": 1, "d": 1}
+    shifted = torch.zeros(a.numel() + 1, dtype=torch.uint8, device=a.device)[1:].view(E4M3).view(a.t().shape).t()
+
+    def problem(a=a, b=b, scales=scales, **changes):
+        call = dict(distributions=distributions, qualifiers="TN", quantization_scales=scales, mesh=ctx)
+        return lambda: matmul(a, b, **call | changes)
+
+    half = {"result_type": torch.float16}
+    cyclic = [BlockCyclic(ProcessGrid(shape=(1, 2)), (64, 4)), *distributions[1:]]
+    for wrong, kind, message in [
+        (problem(scales=None), ValueError, r"take quantization_scales of \('a', 'b', 'd'\), not \(\)"),
+        (problem(scales={"a": 1, "b": 1}), ValueError, r"of \('a', 'b', 'd'\), not \('a', 'b'\)"),
+        (problem(options=half), ValueError, r"a result of torch.float16 take .*, not \('a', 'b', 'd'\)"),
+        (problem(scales=scales | {"c": 1}), ValueError, "not .'a', 'b', 'c', 'd'"),
+        (problem(scales={"x": 1}), TypeError, "x"),
+        (problem(scales=scales | {"a": "1"}), TypeError, "operands are torch tensors"),
+        (problem(scales={"a": 1, "b": 1} if last else scales), MismatchError, "quantization_scales differ between"),
+        (problem(scales=scales | {"a": torch.ones(16, device=a.device)}), ValueError, "scales of blocks are not"),
+        (problem(scales=scales | {"a": torch.ones(1, dtype=torch.uint8, device=a.device)}), ValueError, "torch.uint8"),
+        (problem(options={"block_scaling": True}), ValueError, "block_scaling=True is for fp8"),
+        (problem(options=half | {"result_amax": True}, scales={"a": 1, "b": 1}), ValueError, "result_amax=True is for"),
+        (problem(a.view(E5M2), b.view(E5M2)), TypeError, "float8_e4m3fn, one of which may be float8_e5m2"),
+        (problem(b=b.bfloat16()), TypeError, "A is torch.float8_e4m3fn and B is torch.bfloat16"),
+        (problem(a=shifted if last else a), ValueError, "rank 1: A is float8 and must begin at a multiple of 16 bytes"),
+        (problem(a=a.contiguous() if last else a), ValueError, "rank 1: A is .* its dimension 0, k, must be"),
+        (problem(a[:24], b[:24]), ValueError, "k, must be contiguous, in multiples of 16"),
+        (problem(epilog=E.BGRADA), ValueError, "BGRADA.* sums an operand"),
+        (problem(distributions=cyclic), ValueError, "are not redistributed, but AG.GEMM takes A AND B in slabs"),
+        (problem(options={"communication_type": E4M3}), ValueError, "must be float32 or torch.bfloat16"),
+        (problem(options={"compute_type": 77}), ValueError, "COMPUTE_32F_FAST_TF32 is for float32"),
+    ]:
+        with pytest.raises(kind, match=message) as caught:
+            wrong()
+        message_on_every_rank(ctx, caught.value)
+    assert torch.equal(problem()().cpu().float(), saturated(parts[2].of(case.d), E4M3))
 
 
 @pytest.mark.ranks(2)
@@ -1225,7 +1407,7 @@ def test_matmul_options_say_what_they_refuse():
         (dict(sm_count_communication=True), "must be a positive integer"),
         (dict(sm_count_communication=2, algo_type=5), "is of an overlap, but algo_type=NO_OVERLAP"),
         (dict(scale_type=torch.bfloat16), "scale_type=torch.bfloat16 must be float32"),
-        (dict(result_type=1), "result_type=1 is not supported"),
+        (dict(result_type=1), "result_type=1 is not supported; use float32, float16, bfloat16, float8_e4m3fn, "),
         (dict(block_scaling=True), "block_scaling=True is for fp8"),
         (dict(blocking=False), "blocking=False must be True or 'auto'"),
         (dict(order="K"), "order='K' must be 'F' or 'C'"),
@@ -1234,6 +1416,7 @@ def test_matmul_options_say_what_they_refuse():
         with pytest.raises(ValueError, match=message):
             MatmulOptions(**wrong)
     assert MatmulOptions(result_type=14).result_type == torch.bfloat16
+    assert MatmulOptions(result_type=28).result_type == torch.float8_e4m3fn
     assert MatmulOptions(logger=logging.getLogger("x")) == MatmulOptions()
     with pytest.raises(ValueError, match="aux_amax=True is for fp8"):
         cublasmp.MatmulEpilogPreferences(aux_amax=True)

@@ -23,6 +23,7 @@ from tkernels.layers.cublasmp.options import (
     MatmulEpilogPreferences,
     MatmulOptions,
     MatmulPlanPreferences,
+    MatmulQuantizationScales,
     MatmulResultScheme,
     matrix_qualifiers_dtype,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "MatmulEpilogPreferences",
     "MatmulOptions",
     "MatmulPlanPreferences",
+    "MatmulQuantizationScales",
     "MatmulResultScheme",
     "MatrixLayout",
     "Outcome",

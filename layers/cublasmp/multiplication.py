@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import Context, as_context
 from tkernels.comm.errors import TkernelsError
+from tkernels.configs import FP8
 from tkernels.gemm import precision
 from tkernels.layers.cublasmp.distributions import Distribution
 from tkernels.layers.cublasmp.operands import Home, bring, take_back
@@ -27,6 +28,7 @@ from tkernels.layers.cublasmp.options import (
     MatmulEpilog,
     MatmulOptions,
     MatmulPlanPreferences,
+    MatmulQuantizationScales,
     given,
     transposes,
 )
@@ -52,6 +54,7 @@ class _Request(NamedTuple):
     inputs: dict
     problem: Problem
     scalars: tuple[float, float]
+    scales: dict[str, torch.Tensor]
 
 
 def _understand(
@@ -60,7 +63,7 @@ def _understand(
 ) -> _Request | Exception:  # fmt: skip
     """This rank's request, or what is wrong with it, to be raised where the ranks meet.
 
-    home: where the operands came from, if they are torch tensors already.
+    home: where the operands came from, if they and the scales are torch tensors already.
     """
     try:
         _check_key(totals)
@@ -69,12 +72,13 @@ def _understand(
         with _on(ctx, stream):
             if home is None:
                 home, held = bring(ctx, held)
+                scales = _tensors(ctx, held["a"].dtype, scales, home)
             _, inputs = bring(ctx, inputs, home)
         operands = operands | held
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
-        scalars = _scalars(operands["c"], alpha, beta, scales)
-        problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs)
-        return _Request(home, operands, inputs, problem, scalars)
+        scalars = _scalars(operands["c"], alpha, beta)
+        problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs, scales)
+        return _Request(home, operands, inputs, problem, scalars, scales)
     except Exception as error:
         # The ranks exchange it, and not every exception can be sent; its type says what a caller can do about it.
         kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(error, kind)), TypeError)
@@ -88,7 +92,7 @@ def _check_key(totals):
         raise TypeError(f"totals={totals!r}: plans are kept by it, as by a tuple (m, n, k), but: {error}") from None
 
 
-def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs) -> Problem:
+def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs, scales) -> Problem:
     distributions = tuple(distributions) if isinstance(distributions, Iterable) else (distributions,)
     if len(distributions) != 3:
         raise ValueError(f"distributions are of A, B and D (which C shares): three, not {len(distributions)}")
@@ -97,6 +101,9 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
             raise TypeError(f"the distribution of {name} is {distribution!r}; pass Slab.X, BlockCyclic or another")
     if epilog is not None and not isinstance(epilog, int):
         raise TypeError(f"epilog={epilog!r} is no MatmulEpilog")
+    for name, operand in (("A", a), ("B", b)):
+        if operand.dtype in FP8 and operand.numel() and operand.data_ptr() % 16:
+            raise ValueError(f"{name} is float8 and must begin at a multiple of 16 bytes; pass {name}.clone()")
     return Problem(
         Operand.of(a),
         Operand.of(b),
@@ -107,7 +114,8 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
         tuple((name, Operand.of(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,
-        _precision(a.dtype, options.compute_type),
+        _precision(a.dtype, options),
+        tuple(sorted(scales)),
     )
 
 
@@ -149,18 +157,42 @@ def _present(a, b, c) -> dict:
     return {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
 
 
-def _precision(dtype: torch.dtype, compute_type: MatmulComputeType | None) -> str:
-    if dtype != torch.float32 or compute_type is None:
-        return precision(dtype)
-    return "tf32" if compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 else "ieee"
+def _precision(dtype: torch.dtype, options: MatmulOptions) -> str:
+    if dtype != torch.float32 or options.compute_type is None:
+        return precision(dtype, options.fast_accum)
+    return "tf32" if options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 else "ieee"
 
 
-def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
+def _tensors(ctx: Context, dtype: torch.dtype, scales, home: Home) -> dict[str, torch.Tensor]:
+    """The scales that were given as tensors, by matrix. Raises ValueError or TypeError for what is none.
+
+    dtype: of A.
+    """
+    if dtype not in FP8:
+        if scales is not None:
+            raise ValueError(f"quantization_scales are for fp8 operands, but A is {dtype}; leave them out")
+        return {}
+    found = {}
+    for name, scale in vars(given(MatmulQuantizationScales, scales)).items():
+        if isinstance(scale, (int, float)):
+            scale = torch.full((1,), scale, dtype=torch.float32, device=ctx.device)
+        elif scale is not None:
+            what = f"quantization_scales: {name}"
+            scale = bring(ctx, {what: scale}, home)[1][what]
+            if scale.dtype != torch.float32 or scale.shape not in ((), (1,)):
+                raise ValueError(
+                    f"{what} is {scale.dtype} {tuple(scale.shape)}, but must be a number, or float32 of shape () or "
+                    f"(1,); scales of blocks are not supported"
+                )
+        if scale is not None:
+            found[name] = scale
+    return found
+
+
+def _scalars(c, alpha, beta) -> tuple[float, float]:
     """(alpha, beta). Raises ValueError for invalid scalars."""
-    if c is alpha is beta is scales is None:
+    if c is alpha is beta is None:
         return 1.0, 0.0
-    if scales is not None:
-        raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
     if c is not None and beta is None:
         raise ValueError("with C, pass beta too")
     alpha, beta = _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
@@ -208,12 +240,13 @@ class Matmul:
     """D = epilog(alpha op(A) op(B) + beta C) of matrices that are distributed over the ranks of a context.
 
     a, b, c: this rank's parts, matrices of torch, numpy or cupy with one unit stride; results are of the same package,
-        on the same device. a and b are both fp32, fp16 or bf16; c has the result's dtype and distribution. Values may
-        change between calls where the memory is used in place (tkernels.layers.cublasmp.operands); see also
-        `reset_operands`.
+        on the same device. a and b are both fp32, fp16 or bf16, or fp8: e4m3, one of them e5m2; c has the result's
+        dtype and distribution. Values may change between calls where the memory is used in place
+        (tkernels.layers.cublasmp.operands); see also `reset_operands`.
     distributions: of A, B and D (and C). With the epilog ALLREDUCE every rank gets all of D, and the third has no
         effect.
     qualifiers: nvmath's array, which can transpose A and B, or a string such as "TN".
+    quantization_scales: of fp8, MatmulQuantizationScales, or a dict of its fields: a and b, and d of an fp8 result.
     options: MatmulOptions, or a dict of its fields.
     mesh: a mesh of one dimension, a process group or a Context; default, the current context.
 
@@ -252,7 +285,7 @@ class Matmul:
             None, None, None, stream,
         )  # fmt: skip
         self.mm_traits = survey(_everyones(self.ctx, request), self.ctx.num_programs).traits(self.ctx.rank)
-        self._home, self._operands, self._inputs = request.home, request.operands, {}
+        self._home, self._operands, self._inputs, self._scales = request.home, request.operands, {}, request.scales
         self._alpha, self._beta = request.scalars
         self._plan, self._valid, self._released = None, True, False
 
@@ -279,7 +312,7 @@ class Matmul:
         (distributions, qualifiers, options), stream = self._asked, self._stream if stream is None else stream
         with self.ctx.turn:
             request = _understand(
-                self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, None, options,
+                self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, self._scales, options,
                 preferences, epilog, epilog_inputs, stream, self._home,
             )  # fmt: skip
             layout = _resolved(self.ctx, request)
@@ -287,7 +320,8 @@ class Matmul:
                 self._plan, self._inputs = _plan(self.ctx, request.problem, layout), request.inputs
                 self.mm_traits.d_layout = self._plan.d_layout
                 a, b, c = self._operands.values()
-                self._plan.run(self.ctx, a, b, c if c is None else c.clone(), *request.scalars, self._inputs)
+                c = c if c is None else c.clone()
+                self._plan.run(self.ctx, a, b, c, *request.scalars, self._inputs, self._scales)
         return self
 
     @property
@@ -312,7 +346,7 @@ class Matmul:
         if error := _no_gradients(*operands, *self._inputs.values()):
             raise error
         with self.ctx.turn, _on(self.ctx, self._stream if stream is None else stream):
-            result = self._plan.run(self.ctx, *operands, self._alpha, self._beta, self._inputs)
+            result = self._plan.run(self.ctx, *operands, self._alpha, self._beta, self._inputs, self._scales)
             return take_back(self._home, result, self._own_c if self._plan.inplace else None)
 
     def reset_operands(
@@ -346,6 +380,8 @@ class Matmul:
                 f"reset_operands: after release_operands() pass {', '.join(name for name in planned if name in 'abc')} "
                 f"and epilog_inputs {[name for name in planned if name not in 'abc']}, all of them"
             )
+        if self._released and self._plan.problem.scales and quantization_scales is None:
+            raise ValueError("reset_operands: after release_operands() pass quantization_scales too")
         if beta is not None and "c" not in planned:
             raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
         self._reset(new, alpha, beta, quantization_scales, stream, planned)
@@ -369,15 +405,22 @@ class Matmul:
 
     def _reset(self, new: dict, alpha, beta, scales, stream, planned: dict[str, Operand] | None):
         """Use these operands, inputs and scalars, which must be as `planned`; None: they are."""
-        if scales is not None:
-            raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
+        problem = self._plan.problem
         alpha, beta = _scalar("alpha", alpha, self._alpha), _scalar("beta", beta, self._beta)
         with _on(self.ctx, self._stream if stream is None else stream):
+            if scales is not None:
+                scales = self._scales | _tensors(self.ctx, problem.a.dtype, scales, self._home)
+                if tuple(sorted(scales)) != problem.scales:
+                    raise ValueError(
+                        f"reset_operands: quantization_scales would be of {sorted(scales)}, but the problem has "
+                        f"{problem.scales}"
+                    )
             _, tensors = bring(self.ctx, new, self._home)
         for name, value in tensors.items() if planned else ():
             if (found := Operand.of(value)) != planned[name]:
                 raise ValueError(f"reset_operands: {name} is {found}, but was planned as {planned[name]}; plan again")
         self._alpha, self._beta, self._own_c = alpha, beta, new.get("c", self._own_c)
+        self._scales = self._scales if scales is None else scales
         for name, value in tensors.items():
             (self._operands if name in self._operands else self._inputs)[name] = value
         self._released = self._operands["a"] is None or self._operands["b"] is None
@@ -386,12 +429,12 @@ class Matmul:
         """Drop the operands and the epilog's inputs; the plan stays. Raises InvalidMatmulState before `plan`."""
         self._check(planned=True)
         self._operands, self._own_c = dict.fromkeys("abc"), None
-        self._inputs, self._released = {}, True
+        self._inputs, self._scales, self._released = {}, {}, True
 
     def free(self):
         """Drop everything. May be repeated. Memory is freed once its last use on the stream has finished."""
         self._valid, self._plan = False, None
-        self._operands, self._inputs, self._own_c = dict.fromkeys("abc"), {}, None
+        self._operands, self._inputs, self._scales, self._own_c = dict.fromkeys("abc"), {}, {}, None
 
     def _check(self, planned: bool = False, operands: bool = False):
         if not self._valid:
@@ -456,5 +499,5 @@ def matmul(
                     if len(plans) >= MAX_PLANS:
                         del plans[next(iter(plans))]
                     plans[key] = plan
-            result = plan.run(ctx, *request.operands.values(), *request.scalars, request.inputs)
+            result = plan.run(ctx, *request.operands.values(), *request.scalars, request.inputs, request.scales)
             return take_back(request.home, result, c if plan.inplace else None)

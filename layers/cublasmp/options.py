@@ -13,6 +13,8 @@ from typing import Literal
 import numpy
 import torch
 
+from tkernels.configs import DTYPES, FP8
+
 
 class MatmulAlgoType(enum.IntEnum):
     """A hint for the overlap algorithm; `Matmul.outcome.algorithm` reports the one used.
@@ -92,13 +94,11 @@ class CudaDataType(enum.IntEnum):
     CUDA_R_32F = 0
     CUDA_R_16F = 2
     CUDA_R_16BF = 14
+    CUDA_R_8F_E4M3 = 28
+    CUDA_R_8F_E5M2 = 29
 
 
-_TORCH = {
-    CudaDataType.CUDA_R_32F: torch.float32,
-    CudaDataType.CUDA_R_16F: torch.float16,
-    CudaDataType.CUDA_R_16BF: torch.bfloat16,
-}
+_TORCH = dict(zip(CudaDataType, (*DTYPES, *FP8), strict=True))
 
 
 def _boolean(name: str, value) -> bool:
@@ -119,7 +119,8 @@ def _dtype(name: str, value) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype) and value in _TORCH.values():
         return value
     if not isinstance(value, int) or value not in _TORCH:
-        raise ValueError(f"{name}={value!r} is not supported; use torch.float32, float16 or bfloat16")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _TORCH.values())
+        raise ValueError(f"{name}={value!r} is not supported; use {names} of torch")
     return _TORCH[value]
 
 
@@ -129,19 +130,23 @@ class MatmulOptions:
 
     inplace: if C is passed, write the result to it and return it.
     compute_type: how fp32 operands are multiplied: 32F and 32F_PEDANTIC in IEEE fp32, 32F_FAST_TF32 in TF32, whatever
-        torch's switch says. None: as that says. 16-bit operands take 32F and 32F_PEDANTIC, which change nothing.
+        torch's switch says. None: as that says. Other operands take 32F and 32F_PEDANTIC, which change nothing.
     scale_type: float32.
-    result_type: the operands' dtype (default) or float32.
+    result_type: the operands' dtype (default) or float32. Of fp8 operands any supported dtype; by default C's, without
+        C that of A.
     algo_type: see MatmulAlgoType.
     sm_count_communication: the number of comm programs, which send while the others multiply.
     blocking: True: execute returns after the stream's work has finished.
-    communication_type: dtype of the partial sums that GEMM+RS and GEMM+AR send: float32 (default), or the result's
-        dtype, which halves the data sent at the cost of one more rounding of each rank's part.
+    communication_type: dtype of the partial sums that GEMM+RS and GEMM+AR send: float32 (default), or the operands'
+        dtype, of fp8 bfloat16, which halves the data sent at the cost of one more rounding of each rank's part.
     order: "F" takes matrices as cuBLASMp does: D = op(A) op(B). "C" takes each matrix as its transpose, that is, it
         reads the same memory row by row, as PyTorch does: D = op(B) op(A), with a bias along D's columns; distributions
         describe the matrices as passed. With order="C" and op(A) transposed, A is the weight of an nn.Linear and B its
         input.
-    result_amax, block_scaling: for fp8, which isn't supported.
+    result_amax: of an fp8 result: also return the largest magnitude in this rank's part of D before it is scaled, as
+        the auxiliary output "result_amax", float32 [1].
+    block_scaling: isn't supported.
+    fast_accum: of fp8 operands: sums stay in tensor cores, see tkernels.matmul. False, as in cuBLAS: they don't.
     """
 
     inplace: bool = True
@@ -156,10 +161,11 @@ class MatmulOptions:
     blocking: Literal[True, "auto"] = "auto"
     communication_type: torch.dtype | int | None = None
     order: Literal["F", "C"] = "F"
+    fast_accum: bool = False
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        for name in ("inplace", "result_amax", "block_scaling"):
+        for name in ("inplace", "result_amax", "block_scaling", "fast_accum"):
             put(name, _boolean(f"MatmulOptions: {name}", getattr(self, name)))
         for name in ("scale_type", "result_type", "communication_type"):
             put(name, _dtype(f"MatmulOptions: {name}", getattr(self, name)))
@@ -176,9 +182,11 @@ class MatmulOptions:
             raise ValueError(
                 f"MatmulOptions: sm_count_communication={count} is of an overlap, but algo_type=NO_OVERLAP"
             )
-        for name in ("result_amax", "block_scaling"):
-            if getattr(self, name):
-                raise ValueError(f"MatmulOptions: {name}=True is for fp8 and narrower, which is not supported")
+        if self.block_scaling:
+            raise ValueError(
+                "MatmulOptions: block_scaling=True is for fp8 with scales of 32 elements each, or narrower; neither is "
+                "supported; leave it out, for one scale of each matrix"
+            )
         if not isinstance(self.logger, (Logger, LoggerAdapter, type(None))):
             raise TypeError(f"MatmulOptions: logger={self.logger!r} must be a logging.Logger or None")
         if not (self.blocking is True or isinstance(self.blocking, str) and self.blocking == "auto"):
@@ -191,8 +199,8 @@ class MatmulOptions:
 class MatmulEpilogPreferences:
     """Preferences of an epilog.
 
-    aux_type: the result's dtype, or None for the same.
-    aux_amax: for fp8, which isn't supported.
+    aux_type: the result's dtype, of an fp8 result C's or without C float16; or None for the same.
+    aux_amax: for fp8, which auxiliary outputs never are.
     bias_result_scheme: for bias gradients; see MatmulResultScheme.
     """
 
@@ -205,7 +213,7 @@ class MatmulEpilogPreferences:
         scheme = _member("MatmulEpilogPreferences: bias_result_scheme", MatmulResultScheme, self.bias_result_scheme)
         object.__setattr__(self, "bias_result_scheme", scheme)
         if _boolean("MatmulEpilogPreferences: aux_amax", self.aux_amax):
-            raise ValueError("MatmulEpilogPreferences: aux_amax=True is for fp8 and narrower, which is not supported")
+            raise ValueError("MatmulEpilogPreferences: aux_amax=True is for fp8 and narrower, which aux never is")
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,19 @@ class MatmulPlanPreferences:
 
     def __post_init__(self):
         object.__setattr__(self, "epilog", given(MatmulEpilogPreferences, self.epilog))
+
+
+@dataclass(frozen=True)
+class MatmulQuantizationScales:
+    """Scales of fp8 matrices, each a number or a float32 tensor of one element: D = d epilog(alpha a A b B + beta C).
+
+    a, b: may differ between ranks, whose parts they scale. d: of an fp8 result, which saturates. c: C is never fp8.
+    """
+
+    a: float | torch.Tensor | None = None
+    b: float | torch.Tensor | None = None
+    c: float | torch.Tensor | None = None
+    d: float | torch.Tensor | None = None
 
 
 matrix_qualifiers_dtype = numpy.dtype([("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")])

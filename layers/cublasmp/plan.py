@@ -15,9 +15,9 @@ import torch
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import overlap_config
 from tkernels.comm import Context
-from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.configs import with_room_for
-from tkernels.gemm import layout_of, multiply
+from tkernels.comm.collectives import all_reduce
+from tkernels.configs import FP8, with_room_for
+from tkernels.gemm import Scales, layout_of, multiply
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import Owned, length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
@@ -62,25 +62,26 @@ class Plan:
         self.problem, self.layout, options = problem, layout, problem.options
         self.pattern, self.transposes = layout.pattern, problem.transposes
         self.dtype, self.wire, self.rows = layout.result_dtype, layout.wire_dtype, layout.splits.get("n")
+        self.fp8 = self.dtype in FP8
         self.flip = options.order == "C"
         self.inplace = problem.c is not None and options.inplace
         self.blocking = options.blocking is True and ctx.device.type == "cuda"
         self.epilog = problem.epilog & ~MatmulEpilog.ALLREDUCE
         self.has_gradient = bool(self.epilog & (BGRAD | MatmulEpilog.BGRADA | MatmulEpilog.BGRADB))
 
-        self.overlap, self.path = self.pattern != "local" and options.algo_type != MatmulAlgoType.NO_OVERLAP, "fused"
-        if self.overlap and options.algo_type in (None, MatmulAlgoType.DEFAULT) and not options.sm_count_communication:
+        overlaps = self.pattern != "local" and options.algo_type != MatmulAlgoType.NO_OVERLAP
+        self.path = "fused" if overlaps else "plain"
+        if overlaps and options.algo_type in (None, MatmulAlgoType.DEFAULT) and not options.sm_count_communication:
             width = layout.k if self.pattern == "AG+GEMM" else layout.m
             sent = layout.n, width, problem.a.dtype
             self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision)
-        fused, sends_sums = self.overlap and self.path == "fused", self.pattern in ("GEMM+RS", "GEMM+AR")
-        algorithm = MatmulAlgoType.ATOMIC_P2P if fused else MatmulAlgoType.NO_OVERLAP
-        self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), self.wire if sends_sums else None)
+        algorithm = MatmulAlgoType.ATOMIC_P2P if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
+        sent = self.wire if self.pattern in ("GEMM+RS", "GEMM+AR") else None
+        self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), sent)
         self.fusable = (
             self.epilog in epilogs.FUSED
-            and (self.overlap or not sends_sums)  # a kernel sees the whole sum
             and "d" not in layout.wanted
-            and (MatmulEpilog.BIAS not in self.epilog or self.dtype == problem.a.dtype)
+            and (MatmulEpilog.BIAS not in self.epilog or self.dtype == problem.a.dtype or problem.a.dtype in FP8)
         )
 
         rank, device, (trans_a, trans_b) = ctx.rank, ctx.device, self.transposes
@@ -119,25 +120,32 @@ class Plan:
             return None
         return extent, *(indices(owned[ctx.rank], ctx.device) for owned in (parts, kept))
 
-    def run(self, ctx: Context, a, b, c, alpha: float, beta: float, inputs: dict):
-        """Collective. D, or (D, {name: auxiliary output}), of operands and inputs as passed by the user."""
+    def run(self, ctx: Context, a, b, c, alpha: float, beta: float, inputs: dict, scales: dict):
+        """Collective. D, or (D, {name: auxiliary output}), of operands, inputs and scales as passed by the user."""
         (trans_a, trans_b), flip = self.transposes, self.flip  # order="C" passes transposes
         x, w = b if trans_b != flip else b.t(), a.t() if trans_a != flip else a
         sum_of, moves = (x, w), self.moves
         w = moves["a"](ctx, w) if "a" in moves else w
         x = moves["b"](ctx, x) if "b" in moves else x
+        factors = (Scales(scales["b"], scales["a"]),) if scales else ()
         if self.fusable and alpha == 1 and not beta:
-            y, aux = self._product(ctx, x, w, bias_of(inputs), epilogs.FUSED[self.epilog], self.dtype), {}
+            dtype = torch.float32 if self.fp8 else self.dtype
+            y, aux = self._product(ctx, x, w, bias_of(inputs), epilogs.FUSED[self.epilog], dtype, *factors), {}
         else:
-            y = self._product(ctx, x, w, None, None, torch.float32).float()
+            y = self._product(ctx, x, w, None, None, torch.float32, *factors)
             if "d" in moves:
                 y = moves["d"](ctx, y)
             y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS: with alpha 0, the operands' values don't matter
             if beta:
                 y.add_(c if flip else c.t(), alpha=beta)
-            y, aux = epilogs.apply(self.epilog, y, self._upright(inputs), self.dtype)
+            y, aux = epilogs.apply(self.epilog, y, self._upright(inputs), self.layout.aux_dtype)
         if self.has_gradient:
-            aux[self.epilog.name.lower()] = self._gradient(ctx, y, *sum_of).to(self.dtype)
+            aux[self.epilog.name.lower()] = self._gradient(ctx, y, *sum_of).to(self.layout.aux_dtype)
+        if self.fp8:
+            if self.problem.options.result_amax:
+                aux["result_amax"] = y.abs().amax().view(1) if y.numel() else y.new_zeros(1)
+            most = torch.finfo(self.dtype).max
+            y = (y * scales["d"]).clamp_(-most, most)
         y = y.to(self.dtype)
         if not flip:
             y = y.t()
@@ -154,25 +162,16 @@ class Plan:
             return {"bias": bias_of(inputs)}
         return inputs if self.flip else {name: value.t() for name, value in inputs.items()}
 
-    def _product(self, ctx: Context, x, w, bias, activation, dtype) -> torch.Tensor:
-        """The GEMM and its communication: y in `dtype`, or in the wire's dtype if an unfused collective summed it."""
-        gathers, sums_everywhere = self.pattern == "AG+GEMM", self.pattern == "GEMM+AR"
-        if self.overlap:
-            options = activation, self.rows, dtype, self._config(ctx, x, w, dtype), self.path, self.problem.precision
-            if gathers:
-                return ctx.call(AllGatherMatmul(*options), x, w, bias, None, None)[0]
-            kind = MatmulAllReduce if sums_everywhere else MatmulReduceScatter
-            return ctx.call(kind(*options, wire_dtype=self.wire), x, w, bias, None)
-        if gathers:
-            x = all_gather(ctx, x, self.rows)
-        if gathers or self.pattern == "local":
-            return self._multiply(x, w, bias, activation, dtype)
-        partial = self._multiply(x, w, None, None, self.wire)
-        return all_reduce(ctx, partial) if sums_everywhere else reduce_scatter(ctx, partial, self.rows)
-
-    def _multiply(self, x, w, bias, activation, dtype) -> torch.Tensor:
-        """This rank's GEMM alone, in the problem's precision."""
-        return multiply((activation, dtype, None, self.problem.precision), (x, w, bias, None))
+    def _product(self, ctx: Context, x, w, bias, activation, dtype, *scales: Scales) -> torch.Tensor:
+        """The GEMM and its communication: y in `dtype`."""
+        precision = self.problem.precision
+        if self.pattern == "local":
+            return multiply((activation, dtype, None, precision), (x, w, bias, None, *scales))
+        options = activation, self.rows, dtype, self._config(ctx, x, w, dtype), self.path, precision
+        if self.pattern == "AG+GEMM":
+            return ctx.call(AllGatherMatmul(*options), x, w, bias, None, None, *scales)[0]
+        kind = MatmulAllReduce if self.pattern == "GEMM+AR" else MatmulReduceScatter
+        return ctx.call(kind(*options, wire_dtype=self.wire), x, w, bias, None, *scales)
 
     def _config(self, ctx: Context, x, w, dtype):
         """None, the operation's own choice; or that with the number of comm programs that the options ask for."""
@@ -182,7 +181,7 @@ class Plan:
         (N, K), operation = w.shape, OPERATIONS[self.pattern]
         config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w), sending=True)
         stored = max(self.wire, dtype, key=lambda each: each.itemsize)
-        return dataclasses.replace(with_room_for(config, stored, x.dtype), num_comm=num_comm)
+        return dataclasses.replace(with_room_for(config, stored, x.dtype, self.problem.precision), num_comm=num_comm)
 
     def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:
         """The bias gradient in fp32: y [n, m] summed over n, or an operand, as passed by the user, summed over k."""

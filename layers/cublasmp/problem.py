@@ -20,7 +20,7 @@ import torch
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.errors import MismatchError
 from tkernels.comm.regions import round_up
-from tkernels.gemm import DTYPES
+from tkernels.configs import DTYPES, FP8
 from tkernels.layers.cublasmp.distributions import (
     Box,
     Distribution,
@@ -38,6 +38,7 @@ from tkernels.layers.cublasmp.options import (
     MatmulPlanPreferences,
 )
 
+FP8_PAIRS = {(FP8[0], FP8[0]), FP8, FP8[::-1]}  # of dtypes of A and B
 AUX, BGRAD = MatmulEpilog(128), MatmulEpilog(16)
 D_RELU, D_GELU = MatmulEpilog(8), MatmulEpilog(64)  # the bits that only DRELU and DGELU, and their BGRADs, have
 
@@ -62,7 +63,8 @@ class Problem(NamedTuple):
     """Everything in one rank's call that a plan depends on, as it was passed: what plans are kept by.
 
     inputs: the epilog's inputs, by name.
-    precision: of float32 GEMMs, "ieee" or "tf32": that of options.compute_type, else torch's (tkernels.gemm.precision).
+    precision: of the GEMM, as tkernels.gemm.precision says it, with float32 as options.compute_type has it.
+    scales: the names of the quantization scales.
 
     Scalars are not part of it: one plan serves every alpha and beta.
     """
@@ -77,6 +79,7 @@ class Problem(NamedTuple):
     options: MatmulOptions
     preferences: MatmulPlanPreferences
     precision: str
+    scales: tuple[str, ...]
 
     def tensors(self) -> dict[str, Operand]:
         """The operands and the epilog's inputs, by name."""
@@ -141,6 +144,7 @@ class Layout:
     owned: dict[str, list[Owned]]
     wanted: dict[str, list[Owned]]
     result_dtype: torch.dtype
+    aux_dtype: torch.dtype
     wire_dtype: torch.dtype
 
 
@@ -193,6 +197,7 @@ class Extents(NamedTuple):
     shapes: dict[str, tuple[int, int]]
     owned: dict[str, list[Owned]]
     result_dtype: torch.dtype
+    aux_dtype: torch.dtype
     wire_dtype: torch.dtype
 
     def traits(self, rank: int) -> MMTraits:
@@ -221,10 +226,16 @@ def survey(everyone: list, num_programs: int) -> Extents:
     first = problems[0]
     for name in ("a", "b") if first.c is None else ("a", "b", "c"):
         _check_matrix(name, [getattr(problem, name) for problem in problems])
-    dtype = first.a.dtype
-    if dtype not in DTYPES or first.b.dtype != dtype:
-        raise TypeError(f"A is {dtype} and B is {first.b.dtype}; both must be float32, float16 or bfloat16 alike")
-    result_dtype, wire_dtype = _check_options(first, num_programs)
+    dtypes = first.a.dtype, first.b.dtype
+    if dtypes[0] not in DTYPES or dtypes[1] != dtypes[0]:
+        if not FP8_PAIRS.issuperset((dtypes,)):
+            raise TypeError(
+                f"A is {dtypes[0]} and B is {dtypes[1]}; both must be float32, float16 or bfloat16 alike, or "
+                f"float8_e4m3fn, one of which may be float8_e5m2"
+            )
+        for rank, problem in enumerate(problems):
+            _check_rows(rank, problem)
+    stored = _check_options(first, num_programs)
     for distribution in first.distributions:
         distribution.check_size(len(problems))
     spread = {name: _spread(name, problems) for name in "ab"}
@@ -236,7 +247,7 @@ def survey(everyone: list, num_programs: int) -> Extents:
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k = {m}, {n}, {k} must each be at least 1")
     shapes, owned = ({name: both[index] for name, both in spread.items()} for index in (0, 1))
-    return Extents(problems, m, n, k, shapes, owned, result_dtype, wire_dtype)
+    return Extents(problems, m, n, k, shapes, owned, *stored)
 
 
 def resolve(everyone: list, num_programs: int) -> Layout:
@@ -253,7 +264,7 @@ def resolve(everyone: list, num_programs: int) -> Layout:
         if isinstance(distributions[0], Box) and not covers_once((m, n), owned["d"]):
             raise ValueError(f"D is {(m, n)}, but its distributions by rank cover another matrix: {distributions}")
     for rank, problem in enumerate(found.problems):
-        _check_local(rank, problem, local_shape(owned["d"][rank]), found.result_dtype)
+        _check_local(rank, problem, local_shape(owned["d"][rank]), found.result_dtype, found.aux_dtype)
 
     letters = {"a": "km" if first.transposes[0] else "mk", "b": "nk" if first.transposes[1] else "kn", "d": "mn"}
     splits = {name: split_of(shapes[name], owned[name]) for name in owned}
@@ -263,7 +274,13 @@ def resolve(everyone: list, num_programs: int) -> Layout:
         name: slabs(shapes[name], letters[name].index(targets[name][0]), targets[name][1])
         for name in redistributed(splits, targets)
     }
-    return Layout(m, n, k, pattern, dict(targets.values()), owned, wanted, found.result_dtype, found.wire_dtype)
+    if first.a.dtype in FP8 and not wanted.keys() <= {"d"}:
+        raise ValueError(
+            f"float8 operands have a scale on each rank and are not redistributed, but {pattern} takes "
+            f"{' and '.join(sorted(targets.keys() - {'d'})).upper()} in slabs, and is the nearest to "
+            f"{first.distributions}"
+        )
+    return Layout(m, n, k, pattern, dict(targets.values()), owned, wanted, *found[-3:])
 
 
 def _compare(everyone: list[tuple[Problem, tuple]]):
@@ -284,6 +301,7 @@ def _compare(everyone: list[tuple[Problem, tuple]]):
             "epilog_inputs": tuple((name, operand.dtype) for name, operand in problem.inputs),
             "options": problem.options,
             "preferences": problem.preferences,
+            "quantization_scales": problem.scales,
             "options.compute_type or torch.backends.cuda.matmul.fp32_precision": problem.precision,
             "alpha": repr(alpha),  # as text, since nan != nan
             "beta": repr(beta),
@@ -312,9 +330,22 @@ def _check_matrix(name: str, by_rank: list[Operand]):
             )
 
 
-def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of the result and of partial sums on the wire. Raises ValueError or TypeError."""
-    options, dtype, epilog = problem.options, problem.a.dtype, problem.epilog
+def _check_rows(rank: int, problem: Problem):
+    """Raise ValueError unless the rows of FP8 operands are as tensor cores take them."""
+    for name, operand, dim in (("A", problem.a, 1 - problem.transposes[0]), ("B", problem.b, problem.transposes[1])):
+        whole = operand.strides[dim] == 1 and not (operand.shape[dim] % 16 or operand.strides[1 - dim] % 16)
+        if 0 not in operand.shape and not whole:
+            raise ValueError(
+                f"rank {rank}: {name} is {operand.shape} of float8 with strides {operand.strides}, but its dimension "
+                f"{dim}, k, must be contiguous, in multiples of 16 elements, as in column-major (k, m) and (k, n) with "
+                f"qualifiers TN"
+            )
+
+
+def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes of the result, of auxiliary values, and of partial sums on the wire. Raises ValueError."""
+    options, dtype, epilog, c = problem.options, problem.a.dtype, problem.epilog, problem.c
+    fp8 = dtype in FP8
     if int(epilog) & ~1 not in EPILOGS:  # an int: a flag's complement would drop the bits that have no name
         raise ValueError(f"epilog={epilog!r} is no MatmulEpilog; ALLREDUCE alone may be or-ed with another one")
     needed = set(required_inputs(epilog))
@@ -322,18 +353,30 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
         raise ValueError(
             f"the epilog {epilog!r} takes epilog_inputs {sorted(needed)}, not {[name for name, _ in problem.inputs]}"
         )
-    result_dtype = options.result_type or dtype
-    if result_dtype not in (dtype, torch.float32):
+    result_dtype = options.result_type or (c.dtype if fp8 and c else dtype)
+    if result_dtype not in ((*DTYPES, *FP8) if fp8 else (dtype, torch.float32)):
         raise ValueError(f"result_type={result_dtype} must be {dtype}, the operands' dtype, or float32")
-    wire_dtype = options.communication_type or torch.float32
-    if wire_dtype not in (dtype, torch.float32) or wire_dtype.itemsize < result_dtype.itemsize:
+    wire_dtype, narrow = options.communication_type or torch.float32, torch.bfloat16 if fp8 else dtype
+    if wire_dtype not in (narrow, torch.float32) or wire_dtype.itemsize < result_dtype.itemsize:
         raise ValueError(
-            f"communication_type={wire_dtype} must be float32 or the operands' dtype, {dtype}, and no narrower than "
-            f"the result's, {result_dtype}"
+            f"communication_type={wire_dtype} must be float32 or {narrow}, for operands of {dtype}, and no narrower "
+            f"than the result's, {result_dtype}"
         )
+    if fp8 and epilog & (MatmulEpilog.BGRADA | MatmulEpilog.BGRADB):
+        raise ValueError(f"epilog={epilog!r} sums an operand, but {dtype} is multiplied only; leave it out")
+    if (needed := ("a", "b", "d") if result_dtype in FP8 else ("a", "b")) != problem.scales and fp8:
+        raise ValueError(
+            f"float8 operands with a result of {result_dtype} take quantization_scales of {needed}, not "
+            f"{problem.scales}"
+        )
+    if options.fast_accum and not fp8:
+        raise ValueError(f"fast_accum=True is for float8 operands, not {dtype}")
+    if options.result_amax and result_dtype not in FP8:
+        raise ValueError(f"result_amax=True is for fp8 and narrower results, not {result_dtype}")
+    aux_dtype = result_dtype if result_dtype not in FP8 else c.dtype if c and c.dtype in DTYPES else torch.float16
     aux = problem.preferences.epilog.aux_type
-    if aux not in (None, result_dtype):
-        raise ValueError(f"aux_type={aux} must be the result's dtype, {result_dtype}")
+    if aux not in (None, aux_dtype):
+        raise ValueError(f"aux_type={aux} must be the result's dtype, {aux_dtype}")
     if options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 and dtype != torch.float32:
         raise ValueError(f"compute_type={options.compute_type.name} is for float32 operands, not {dtype}")
     count = options.sm_count_communication
@@ -342,7 +385,7 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
             f"sm_count_communication={count}, but there are {num_programs} programs, of which at least one must not "
             f"send; pass at most {num_programs - 1}, or init(num_programs=...)"
         )
-    return result_dtype, wire_dtype
+    return result_dtype, aux_dtype, wire_dtype
 
 
 def required_inputs(epilog: MatmulEpilog) -> tuple[str, ...]:
@@ -383,20 +426,20 @@ def _op(shape, transposed: bool) -> tuple[int, int]:
     return shape[::-1] if transposed else shape
 
 
-def _check_local(rank: int, problem: Problem, d: tuple[int, int], result_dtype: torch.dtype):
+def _check_local(rank: int, problem: Problem, d: tuple[int, int], result_dtype: torch.dtype, aux_dtype: torch.dtype):
     """Raise ValueError unless C and the epilog's inputs fit the rank's part of D."""
-    if problem.c is not None and (problem.c.shape != d or problem.c.dtype != result_dtype):
-        raise ValueError(
-            f"rank {rank}: C is {problem.c.dtype} {problem.c.shape}, but this rank's part of D is {result_dtype} {d}"
-        )
+    c = problem.c
+    if c is not None and (c.shape != d or c.dtype != aux_dtype or problem.options.inplace and c.dtype != result_dtype):
+        raise ValueError(f"rank {rank}: C is {c.dtype} {c.shape}, but this rank's part of D is {result_dtype} {d}")
     wanted = {
-        "bias": ((d[0],), result_dtype),
+        "bias": ((d[0],), aux_dtype),
         "relu_aux": (relu_aux_shape(*d), torch.uint8),
-        "gelu_aux": (gelu_aux_shape(*d), result_dtype),
+        "gelu_aux": (gelu_aux_shape(*d), aux_dtype),
     }
     for name, operand in problem.inputs:
         shape = operand.shape[:1] if name == "bias" and operand.shape[1:] == (1,) else operand.shape
-        if (shape, operand.dtype) != wanted[name]:
+        free = name == "bias" and problem.a.dtype in FP8 and operand.dtype in DTYPES
+        if shape != wanted[name][0] or operand.dtype != wanted[name][1] and not free:
             raise ValueError(
                 f"rank {rank}: {name} is {operand.dtype} {operand.shape}, but for its part of D, {d}, it must be "
                 f"{wanted[name][1]} {wanted[name][0]}"
