@@ -734,6 +734,7 @@ def test_matmul_plans_once_and_for_each_field_that_changes_what_is_done(ctx, mon
     assert len(made) == len(variants) + 2
     assert len(set(made)) == len(made)
     fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences", "precision"}
+    fields |= {"scales"}  # which go with dtypes, those of operands and result
     assert fields == set(cublasmp.problem.Problem._fields)  # a new one needs a variant above
     with pytest.raises(TypeError):
         matmul(a, b, None, even["distributions"], mesh=ctx)  # only by keyword
@@ -824,7 +825,7 @@ def test_matmul_with_a_plan_sees_what_changes(ctx):
             (dict(options={"blocking": 1}), "blocking=1 must be True"),  # though 1 == True
             (dict(beta=1.0), "there is no C to scale"),
             (dict(alpha="one"), "is no real number"),
-            (dict(quantization_scales={"a": 1.0}), "not supported"),
+            (dict(quantization_scales={"a": 1.0}), "are for fp8 operands"),
             (dict(epilog_inputs={"bias": b[0]}), r"takes epilog_inputs \[\], not \['bias'\]"),
             (dict(distributions=[*distributions[:2], []]), r"the distribution of D is \[\]"),
         ]
