@@ -720,6 +720,21 @@ def test_one_rank_needs_no_torch_distributed_and_computes_plain_products():
     run_script(script)
 
 
+def test_constant_in_traces_marks_as_torch_does_and_nothing_imports_torchs_compiler():
+    script = """
+        import sys
+        import torch
+        import tkernels, tkernels.operators
+        from tkernels.comm.context import constant_in_traces
+        assert "torch._dynamo" not in sys.modules
+        ours, torchs = (lambda: 0), (lambda: 0)
+        assert constant_in_traces(ours) is ours
+        torch.compiler.assume_constant_result(torchs)
+        assert ours.__dict__ == torchs.__dict__ != {}
+    """
+    run_script(script)
+
+
 def run_script(script, **environment):
     environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
     done = subprocess.run(

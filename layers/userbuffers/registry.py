@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.context import Context, MeshLike, group_of
+from tkernels.comm.context import Context, MeshLike, constant_in_traces, group_of
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
@@ -158,7 +158,7 @@ def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
     return _ub_communicators[key]
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def get_ub_is_fp8(name: str, use_fp8: bool = False) -> bool:
     """Whether the communicator's buffer is fp8."""
     return get_ub(name, use_fp8).is_fp8_ubuf()
