@@ -38,7 +38,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
-from tkernels import gemm, gpus, tuned
+from tkernels import choice, gemm, gpus, tuned
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.calls import local_calls
@@ -558,7 +558,8 @@ def run_case(name: str, describe=None) -> dict:
         return {"skip": "nvidia-nvshmem-cu13 is not installed, whose device code this would link"}
     prepare()
     _compiled.clear()
-    local_calls.clear()  # that were prepared for another GPU
+    choice._choices_without_context.cache_clear()  # what was chosen and prepared for another GPU
+    local_calls.clear()
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = set(_compiled)
