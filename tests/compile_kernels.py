@@ -439,7 +439,7 @@ def _interleaved_branches(NEEDED):
 
 def _product(dtype, **config):
     x = torch.empty(1024, 1024, dtype=dtype)
-    gemm.matmul(x, x, config=gemm.GemmConfig(**config))
+    tkernels.matmul(x, x, config=gemm.GemmConfig(**config))
 
 
 REFUSED = {

@@ -20,7 +20,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import tkernels
-from tkernels import gemm
 from tkernels.comm import collectives
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.model import default_config
@@ -105,8 +104,8 @@ def calls(ctx) -> dict:
         return functools.partial(getattr(tkernels, name), ctx=ctx, path="fused")
 
     return {
-        "matmul": lambda: gemm.matmul(make(256, 64), make(256, 64), make(256), config=by_rule(256, 256)),
-        "matmul by pointers": lambda: gemm.matmul(make(1, 33), make(65, 33), config=by_rule(1, 65, tma=False)),
+        "matmul": lambda: tkernels.matmul(make(256, 64), make(256, 64), make(256), config=by_rule(256, 256)),
+        "matmul by pointers": lambda: tkernels.matmul(make(1, 33), make(65, 33), config=by_rule(1, 65, tma=False)),
         "all_gather_matmul": lambda: fused("all_gather_matmul")(make(64, 64), make(256, 64), make(256)),
         "matmul_reduce_scatter": lambda: fused("matmul_reduce_scatter")(make(256, 64), make(64, 256).t()),
         "matmul_all_reduce": lambda: fused("matmul_all_reduce")(make(250, 64), make(256, 64)),

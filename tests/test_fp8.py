@@ -5,7 +5,6 @@ import torch
 from transports import Operators, every_path, into_landing, multiplied_by, poison_workspace, poisoned_memory
 
 import tkernels
-from tkernels import gemm
 from tkernels.choice import product_way
 from tkernels.comm import runtime
 from tkernels.configs import FP8, GemmConfig
@@ -160,7 +159,7 @@ def test_matmul_reads_scales_on_the_device_alone():
     config = GemmConfig(32, 32, 32)
     first = tkernels.matmul(x, w, config=config, x_scale=x_scale, w_scale=w_scale)
     with Operators() as operators:
-        again = gemm.matmul(x, w, config=config, scales=gemm.Scales(2 * x_scale, w_scale))
+        again = tkernels.matmul(x, w, config=config, x_scale=2 * x_scale, w_scale=w_scale)
     assert torch.equal(again, 2 * first)
     assert operators.names == ["mul", "new_empty"]
 
@@ -173,9 +172,9 @@ def test_matmul_is_an_operator_that_torch_compile_sees():
         return tkernels.matmul(x, w, bias, "relu", x_scale=x_scale, w_scale=w_scale) + 1
 
     eager = product(x, w, *scales)
-    arguments = x, w, *scales, bias, "relu", torch.float32, True
+    arguments = x, w, bias, *scales, "relu", torch.float32, True
     checks = "test_faketensor", "test_aot_dispatch_dynamic"  # the third compares values of FP8, which torch can't
-    torch.library.opcheck(torch.ops.tkernels.scaled_matmul.default, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.tkernels.matmul.default, arguments, test_utils=checks)
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, w, *scales), eager)
 

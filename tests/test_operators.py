@@ -217,7 +217,7 @@ def test_an_activation_has_its_gradient_and_the_same_forward_as_without_one(ctx)
         assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=2 * K * N)
         assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=2 * K * sum(rows))
     with pytest.raises(TkernelsError, match="no gradient through a fused activation .'silu'.; call tkernels.matmul"):
-        OPS.matmul_reduce_scatter(x, w, bias, "silu", rows, ctx.name).sum().backward()
+        OPS.matmul_reduce_scatter(x, w, bias, None, None, "silu", rows, ctx.name).sum().backward()
 
 
 @pytest.mark.ranks(2)
@@ -339,18 +339,20 @@ def test_opcheck_passes_for_every_operator(ctx):
     x_k, w_k = (mine(t.chunk(ctx.size, dim=1), ctx) for t in (whole.x_columns, whole.w_columns))
     bias_k, whole_rows = mine([whole.bias] * ctx.size, ctx), mine([whole.dy] * ctx.size, ctx)
     dy_rows = mine(whole.dy.split(rows), ctx).detach()
+    unscaled = None, None
     cases = [
-        (OPS.matmul, (x, w, bias, None)),
-        (OPS.matmul, (x.detach(), w.detach(), None, "relu")),
-        (OPS.all_gather_matmul, (x, w, bias, None, False, rows, ctx.name)),
-        (OPS.all_gather_matmul, (x, w, None, None, True, rows, ctx.name)),
-        (OPS.all_gather_matmul, (x.detach(), w.detach(), None, "silu", False, rows, ctx.name)),
+        (OPS.matmul, (x, w, bias, *unscaled, None)),
+        (OPS.matmul, (x.detach(), w.detach(), None, *unscaled, "relu")),
+        (OPS.matmul, (x.bfloat16(), w.bfloat16(), None, *unscaled, None, torch.float32)),
+        (OPS.all_gather_matmul, (x, w, bias, *unscaled, None, False, rows, ctx.name)),
+        (OPS.all_gather_matmul, (x, w, None, *unscaled, None, True, rows, ctx.name)),
+        (OPS.all_gather_matmul, (x.detach(), w.detach(), None, *unscaled, "silu", False, rows, ctx.name)),
         (OPS.all_gather_matmuls, (x, [w, w2], [bias], [False, True], None, False, rows, ctx.name, None)),
         (OPS.all_gather_matmuls, (x.detach(), [w.detach()], [], [False], "relu", True, rows, ctx.name, None)),
-        (OPS.matmul_reduce_scatter, (x_k, w_k, bias_k, None, rows, ctx.name)),
-        (OPS.matmul_reduce_scatter, (x_k.detach(), w_k.detach(), None, "gelu", rows, ctx.name)),
+        (OPS.matmul_reduce_scatter, (x_k, w_k, bias_k, *unscaled, None, rows, ctx.name)),
+        (OPS.matmul_reduce_scatter, (x_k.detach(), w_k.detach(), None, *unscaled, "gelu", rows, ctx.name)),
         (OPS.matmul_reduce_scatter_backward, (dy_rows, x_k.detach(), w_k.detach(), True, rows, ctx.name)),
-        (OPS.matmul_all_reduce, (x_k, w_k, bias_k, None, ctx.name)),
+        (OPS.matmul_all_reduce, (x_k, w_k, bias_k, *unscaled, None, ctx.name)),
         (OPS.all_gather, (x, rows, ctx.name)),
         (OPS.reduce_scatter, (whole_rows, rows, ctx.name)),
         (OPS.all_reduce, (whole_rows, ctx.name)),
@@ -366,14 +368,14 @@ def test_opcheck_passes_for_every_operator(ctx):
     for operator, arguments, out in into:
         opcheck(operator.default, arguments, {"out": out.to(ctx.device)})
     x8, w8, one = x.to(torch.float8_e4m3fn).new_zeros(7, 16), x.to(torch.float8_e4m3fn).new_zeros(4, 16), x.new_ones(1)
-    finish, place = (one, one, None, "relu"), (rows, ctx.name, None)
+    finish, place = (None, one, one, "relu"), (rows, ctx.name, None)
     scaled = [
         (OPS.quantize, (x, "row", torch.float8_e4m3fn, False)),
         (OPS.dequantize, (x8, one, torch.bfloat16)),
-        (OPS.scaled_matmul, (x8, w8, *finish, None, True)),
-        (OPS.scaled_all_gather_matmul, (x8[: rows[ctx.rank]], w8, *finish, torch.float32, True, True, *place)),
-        (OPS.scaled_matmul_reduce_scatter, (x8, w8, *finish, None, None, True, *place)),
-        (OPS.scaled_matmul_all_reduce, (x8, w8, *finish, None, torch.float32, False, *place[1:])),
+        (OPS.matmul, (x8, w8, *finish)),
+        (OPS.all_gather_matmul, (x8[: rows[ctx.rank]], w8, *finish, True, *place, torch.float32)),
+        (OPS.matmul_reduce_scatter, (x8, w8, *finish, *place)),
+        (OPS.matmul_all_reduce, (x8, w8, *finish, *place[1:], None, torch.float32, False)),
     ]
     for operator, arguments in scaled:  # the check that is left out compares arguments of FP8, which torch can't
         opcheck(operator.default, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
@@ -495,12 +497,12 @@ def test_fake_tensors_have_the_shapes_of_real_ones(ctx):
                 return torch.empty(shape, dtype=dtype, device=ctx.device)
 
         x, w = make(rows[ctx.rank], 6), make(4, 6)
-        y, gathered = OPS.all_gather_matmul(x, w, None, None, True, rows, ctx.name)
+        y, gathered, scales = OPS.all_gather_matmul(x, w, None, None, None, None, True, rows, ctx.name)
         results = [
-            y, gathered, OPS.all_gather_matmul(x, w, None, None, False, rows, ctx.name)[1],
-            OPS.matmul_reduce_scatter(make(7, 6), w, make(4), "relu", rows, ctx.name),
+            y, gathered, scales, OPS.all_gather_matmul(x, w, None, None, None, None, False, rows, ctx.name)[1],
+            OPS.matmul_reduce_scatter(make(7, 6), w, make(4), None, None, "relu", rows, ctx.name),
             *OPS.matmul_reduce_scatter_backward(make(rows[ctx.rank], 4), make(7, 6), w, True, rows, ctx.name),
-            OPS.matmul_all_reduce(make(7, 6), make(6, 4).t(), None, None, ctx.name),
+            OPS.matmul_all_reduce(make(7, 6), make(6, 4).t(), None, None, None, None, ctx.name),
             OPS.all_gather(make(rows[ctx.rank], 2, 3, dtype=torch.int64), rows, ctx.name),
             OPS.reduce_scatter(make(7, 2), rows, ctx.name),
             OPS.all_reduce(make(3, 4).t(), ctx.name),
@@ -679,17 +681,38 @@ def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
 @pytest.mark.ranks(2)
 def test_every_product_with_options_that_no_operator_has_refuses_a_gradient_and_takes_them_without(ctx):
     x, w = (integers((8, 16), torch.bfloat16, seed, device=ctx.device) for seed in (ctx.rank, 7))
-    for name in ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+    for name in ("matmul", "all_gather_matmul", "matmul_reduce_scatter"):
         call = functools.partial(getattr(tkernels, name), **({} if name == "matmul" else {"ctx": ctx}))
         want = call(x, w)
+        out = torch.empty_like(want)
         for wanting in ((x.clone().requires_grad_(), w), (x, w.clone().requires_grad_())):
             with pytest.raises(ValueError, match=f"{name}: out=, .* have no gradient; leave them out, or call under"):
-                call(*wanting, out_dtype=torch.float32)
+                call(*wanting, out=out)
             with torch.no_grad():
-                y = call(*wanting, out_dtype=torch.float32)
-            assert y.dtype == torch.float32 and torch.equal(y.bfloat16(), want), name
-        with pytest.raises(TypeError, match=f"{name}: out=3 must be a tensor" if "all_r" not in name else "out"):
+                assert call(*wanting, out=out) is out and torch.equal(out, want), name
+        with pytest.raises(TypeError, match=f"{name}: out=3 must be a tensor"):
             call(x, w, out=3)
     with pytest.raises(ValueError, match="return_gathered= of a tensor or .borrowed. have no gradient"):
         tkernels.all_gather_matmul(x.requires_grad_(), w, return_gathered="borrowed", ctx=ctx)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["fused", "plain"])
+def test_every_product_has_the_gradient_of_a_result_and_of_a_wire_in_fp32(ctx, path):
+    """The gradients are those of a result in the operands' dtype. These numbers are small, and are not rounded."""
+    x, w = (integers((8, 16), torch.bfloat16, seed, device=ctx.device) for seed in (ctx.rank, 7))
+    bias = integers(8, torch.bfloat16, 8, device=ctx.device)
+    for name in ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        options = {} if name == "matmul" else {"ctx": ctx, "path": path}
+        wire = {} if name in ("matmul", "all_gather_matmul") else {"wire_dtype": torch.float32}
+        found = []
+        for wide in ({}, {"out_dtype": torch.float32} | wire):
+            tensors = [each.clone().requires_grad_() for each in (x, w, bias)]
+            y = getattr(tkernels, name)(*tensors, "relu", **options, **wide)
+            dy = integers(y.shape, y.dtype, 9 if name == "matmul_all_reduce" else 9 + ctx.rank, -2, 2, ctx.device)
+            found.append([y.detach().float(), *torch.autograd.grad(y, tensors, dy)])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other), name
+        assert y.dtype == torch.float32 and all(each.dtype == x.dtype for each in found[1][1:])
     ctx.check()

@@ -14,7 +14,7 @@ from tkernels.choice import overlap_config
 from tkernels.comm.context import Context
 from tkernels.comm.workspace import Workspace
 from tkernels.configs import OverlapConfig, with_room_for
-from tkernels.gemm import Scales, check_operands, layout_of, matmul
+from tkernels.gemm import Scales, check_operands, layout_of, multiply
 from tkernels.overlap import check_mapped
 from tkernels.paths import choose_path
 
@@ -56,9 +56,8 @@ class FusedCall(NamedTuple):
 
     def multiply(self, x, w, bias, out, scales=None) -> torch.Tensor:
         """The product on this rank alone."""
-        options = {"out_dtype": self.out_dtype, "config": self.config.gemm if self.config else None}
-        options |= {"scales": scales, "fast_accum": self.precision != "promoted"}
-        return matmul(x, w, bias, self.activation, out=out, **options)
+        options = self.activation, self.out_dtype, self.config.gemm if self.config else None, self.precision
+        return multiply(options, (x, w, bias, out) if scales is None else (x, w, bias, out, scales))
 
     def configured(self, ctx: Context, x, w, stored: torch.dtype) -> OverlapConfig:
         """The configuration of the fused kernel. stored: the widest dtype that it stores tiles in."""

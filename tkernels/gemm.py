@@ -58,6 +58,11 @@ class Scales(NamedTuple):
     x: object
     w: object
 
+    @classmethod
+    def given(cls, x_scale, w_scale) -> "tuple[Scales, ...]":
+        """What a call has behind its other tensors: Scales, or nothing."""
+        return () if x_scale is w_scale is None else (cls(x_scale, w_scale),)
+
     def contiguous(self) -> "Scales":
         return Scales(self.x.contiguous(), self.w.contiguous())
 
@@ -505,35 +510,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (span * tensor.element_size() if tensor.numel() else 0)
 
 
-def matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    config: GemmConfig | None = None,
-    scales: Scales | None = None,
-    fast_accum: bool = True,
-) -> torch.Tensor:
-    """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
-
-    Local, not collective. Either matrix may be transposed in memory: for a [K, N] weight, pass its `.t()`. Sizes may be
-    0, as in torch.
-
-    out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
-    config: the tiles of our kernel; None: whichever is faster by the model multiplies, our kernel or torch.
-    scales, fast_accum: of FP8 operands, whose results are bf16 unless out_dtype says otherwise.
-    """
-    if out is not None:
-        check_apart("matmul", out, x=x, w=w, bias=bias)
-    options = activation, out_dtype, config, precision(x.dtype, fast_accum)
-    return multiply(options, (x, w, bias, out) if scales is None else (x, w, bias, out, scales))
-
-
 def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
-    """The call Matmul(*options) of these tensors, which is made only if no call like it has been prepared."""
+    """The call Matmul(*options) of x, w, bias, out and, of FP8, Scales, which is prepared if none like it has been."""
     key = Matmul, *options, *map(describe, tensors)
     return local_calls.find(key, lambda: Matmul(*options).prepare(*tensors))(*tensors)
 

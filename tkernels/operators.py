@@ -8,8 +8,7 @@ from tkernels.comm.arguments import check_tensors
 from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, wants_gradient
-from tkernels.gemm import ACTIVATIONS, Scales, activation_reference, check_apart, precision
-from tkernels.gemm import matmul as _matmul
+from tkernels.gemm import ACTIVATIONS, Scales, activation_reference, check_apart, multiply, precision
 from tkernels.leading import Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -37,44 +36,36 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     return (None, activation) if wants_gradient(*tensors) else (activation, None)
 
 
-def _check_options(name: str, operands: dict, out: torch.Tensor | None, gathered: torch.Tensor | None = None):
-    """Check a call with options that torch's operators have no words for, and that therefore has no gradient.
+def _check_without_gradient(name: str, tensors: dict, needed: int = 2):
+    """Check a call of float8 operands, or one with options that torch's operators have no words for.
 
-    operands: by name. out, gathered: the tensors that it writes to.
+    Neither has a gradient. tensors: by name, the operands first; only the first `needed` of them can't be None.
     """
-    optional = {"bias": operands["bias"], "out": out, "return_gathered": gathered}
-    given = {label: each for label, each in optional.items() if each is not None}
-    check_tensors(name, **{label: each for label, each in operands.items() if label != "bias"}, **given)
-    if wants_gradient(*operands.values(), out, gathered):
-        raise ValueError(
-            f"{name}: out=, out_dtype=, wire_dtype=, config=, and return_gathered= of a tensor or 'borrowed' have no "
-            f"gradient; leave them out, or call under torch.no_grad()"
-        )
-    check_apart(name, out, **operands)
-
-
-def _is_scaled(name: str, x, operands: dict, x_scale, w_scale) -> bool:
-    """Whether a call is of FP8 operands, or has scales. Then it must have both, and no gradient.
-
-    operands: all others by name, None among them.
-    """
-    if x_scale is None and w_scale is None and getattr(x, "dtype", None) not in FP8:
-        return False
-    given = {"x_scale": x_scale, "w_scale": w_scale} | operands
-    if x_scale is None or w_scale is None:
-        one = "x_scale is" if x_scale is None else "w_scale is"
-        missing = "x_scale and w_scale are" if x_scale is w_scale is None else one
+    missing = [label for label in ("x_scale", "w_scale") if tensors[label] is None]
+    fp8 = _is_scaled(next(iter(tensors.values())), tensors["x_scale"], tensors["w_scale"])
+    if fp8 and missing:
         raise TypeError(
-            f"{name}: {missing} missing: float8 operands come with both scales, fp32, for "
-            f"(x @ w.T) * x_scale * w_scale; pass torch.ones(1) where there is nothing to scale"
+            f"{name}: {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: float8 operands come with "
+            f"both scales, fp32, for (x @ w.T) * x_scale * w_scale; pass torch.ones(1) where there is nothing to scale"
         )
-    check_tensors(name, **{label: each for label, each in given.items() if each is not None})
-    if wants_gradient(x, *given.values()):
+    given = enumerate(tensors.items())
+    check_tensors(name, **{label: each for at, (label, each) in given if at < needed or each is not None})
+    if not wants_gradient(*tensors.values()):
+        return
+    if fp8:
         raise ValueError(
             f"{name}: products of float8 operands have no gradient; call under torch.no_grad(), or in the forward of "
             f"an autograd.Function that defines one"
         )
-    return True
+    raise ValueError(
+        f"{name}: out=, config=, and return_gathered= of a tensor or 'borrowed' have no gradient; leave them out, or "
+        f"call under torch.no_grad()"
+    )
+
+
+def _is_scaled(x, x_scale, w_scale) -> bool:
+    """Whether a call is of float8 operands, or has scales."""
+    return x_scale is not None or w_scale is not None or getattr(x, "dtype", None) in FP8
 
 
 def matmul(
@@ -113,16 +104,17 @@ def matmul(
         options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale, "out": lead.memory("out", out)}
         y = matmul(lead.matrix(x), w, bias, activation, **options)
         return lead.back(y) if out is None else out
-    if _is_scaled("matmul", x, {"w": w, "bias": bias, "out": out}, x_scale, w_scale):
-        if out is None and config is None:
-            return ops.scaled_matmul(x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum)
-        scaled = {"scales": Scales(x_scale, w_scale), "fast_accum": fast_accum}
-        return _matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config, **scaled)
-    if out is not None or out_dtype is not None or config is not None:
-        _check_options("matmul", {"x": x, "w": w, "bias": bias}, out)
-        return _matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config)
-    fused, separate = _split_activation(activation, x, w, bias)
-    return activation_reference(ops.matmul(x, w, bias, fused), separate)
+    operators = out is config is None
+    if not operators or _is_scaled(x, x_scale, w_scale):
+        tensors = {"x": x, "w": w, "bias": bias, "x_scale": x_scale, "w_scale": w_scale, "out": out}
+        _check_without_gradient("matmul", tensors)
+    if operators:
+        fused, separate = _split_activation(activation, x, w, bias)
+        beyond = () if out_dtype is None and fast_accum else (out_dtype, fast_accum)
+        return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, *beyond), separate)
+    options = activation, out_dtype, config, precision(x.dtype, fast_accum)
+    check_apart("matmul", out, x=x, w=w, bias=bias)
+    return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
 
 
 def quantize(
@@ -218,7 +210,7 @@ def all_gather_matmul(
     path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows and in
         fp32. None: the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
     fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix. A call with out,
-    out_dtype, config, or a return_gathered that is no bool has no gradient.
+    config, or a return_gathered that is no bool has no gradient.
 
     FP8, as in matmul: half the bytes travel, and their scales beside them. x_scale is this rank's: one a row, [M/R, 1]
     or [M/R], or one number for the shard, which may differ between ranks, so that no maximum need be reduced over them.
@@ -244,22 +236,9 @@ def all_gather_matmul(
         scales = [lead.back(each, sum(lengths)) for each in scales]
         return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths)), *scales
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=shape[0])
-    beside = {"w_shard_n": w_shard_n, "bias": bias, "out": out}
-    if type(w_shard_n) not in SEVERAL and _is_scaled("all_gather_matmul", x_shard_m, beside, x_scale, w_scale):
-        options = activation, out_dtype, fast_accum
-        if out is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
-            options = *options, return_gathered, rows, ctx.name, path
-            results = ops.scaled_all_gather_matmul(x_shard_m, w_shard_n, x_scale, w_scale, bias, *options)
-            return tuple(results) if return_gathered else results[0]
-        into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
-        check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, w_shard_n=w_shard_n, bias=bias, return_gathered=into)
-        check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
-        wanted, how = into is not None or return_gathered, precision(x_shard_m.dtype, fast_accum)
-        call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, wanted)
-        results = ctx.call(call, x_shard_m, w_shard_n, bias, out, into, Scales(x_scale, w_scale))
-        return results if wanted else results[0]
+    fp8 = _is_scaled(x_shard_m, x_scale, w_scale)
     if type(w_shard_n) in SEVERAL:
-        if x_scale is not None or w_scale is not None or x_shard_m.dtype in FP8:
+        if fp8:
             raise TypeError("all_gather_matmul: float8 operands take one weight, not a list; pass them one by one")
         beyond = out, out_dtype, config, return_gathered if isinstance(return_gathered, str | torch.Tensor) else None
         ws, biases = _several(w_shard_n, bias, beyond)
@@ -267,20 +246,25 @@ def all_gather_matmul(
         ys, gathered = all_gather_matmuls(x_shard_m, ws, biases, fused, return_gathered, rows, ctx.name, path)
         ys = [activation_reference(y, separate) for y in ys]
         return (ys, gathered) if return_gathered else ys
-    if out is None and out_dtype is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
-        fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
-        y, gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
-        y = activation_reference(y, separate)
-        return (y, gathered) if return_gathered else y
+    operators = out is config is None and not isinstance(return_gathered, str | torch.Tensor)
     into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
-    operands = {"x_shard_m": x_shard_m, "w_shard_n": w_shard_n, "bias": bias}
-    _check_options("all_gather_matmul", operands, out, into)
-    check_apart("all_gather_matmul", out, return_gathered=into)
-    check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
-    wanted = into is not None or return_gathered
-    call = AllGatherMatmul(activation, rows, out_dtype, config, path, precision(x_shard_m.dtype), wanted)
-    y, gathered = ctx.call(call, *operands.values(), out, into)
-    return (y, gathered) if wanted else y
+    if not operators or fp8:
+        operands = {"x_shard_m": x_shard_m, "w_shard_n": w_shard_n, "bias": bias}
+        scales = {"x_scale": x_scale, "w_scale": w_scale}
+        _check_without_gradient("all_gather_matmul", operands | scales | {"out": out, "return_gathered": into})
+    if operators:
+        fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
+        beyond = () if out_dtype is None and fast_accum else (out_dtype, fast_accum)
+        options = fused, return_gathered, rows, ctx.name, path, *beyond
+        y, *gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, x_scale, w_scale, *options)
+        y = activation_reference(y, separate)
+    else:
+        check_apart("all_gather_matmul", out, **operands, return_gathered=into)
+        check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
+        return_gathered, how = into is not None or return_gathered, precision(x_shard_m.dtype, fast_accum)
+        call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, return_gathered)
+        y, *gathered = ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
+    return (y, *gathered[: 2 if fp8 else 1]) if return_gathered else y
 
 
 def _several(ws, biases, beyond: tuple) -> tuple[list, list]:
@@ -329,7 +313,7 @@ def matmul_reduce_scatter(
     scatter_dim: x_shard_k may have any number of leading dimensions, [..., K/R], of which this one is scattered.
         "Rows" then mean it. The result is contiguous; `out` must have that dimension first in memory.
     rows: every rank's row count; needed where M does not divide by R.
-    wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
+    wire_dtype: of the partial sums that are sent, the operands' dtype or float32.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
 
     FP8, as in matmul: x_scale [1] or [M, 1] and w_scale [1] or [N] are of this rank's part of K, and are applied before
@@ -345,24 +329,20 @@ def matmul_reduce_scatter(
         y = matmul_reduce_scatter(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options)
         return lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=shape[0])
-    beside = {"w_shard_k": w_shard_k, "bias": bias, "out": out}
-    if _is_scaled("matmul_reduce_scatter", x_shard_k, beside, x_scale, w_scale):
-        if out is None and config is None:
-            options = activation, out_dtype, wire_dtype, fast_accum, rows, ctx.name, path
-            return ops.scaled_matmul_reduce_scatter(x_shard_k, w_shard_k, x_scale, w_scale, bias, *options)
-        check_apart("matmul_reduce_scatter", out, x_shard_k=x_shard_k, w_shard_k=w_shard_k, bias=bias)
-        options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
-        call = MatmulReduceScatter(*options, wire_dtype=wire_dtype)
-        return ctx.call(call, x_shard_k, w_shard_k, bias, out, Scales(x_scale, w_scale))
-    if out is None and out_dtype is None and wire_dtype is None and config is None:
-        fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
-        y = ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name, path)
-        return activation_reference(y, separate)
-    operands = {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}
-    _check_options("matmul_reduce_scatter", operands, out)
-    options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype)
+    operands, operators = (x_shard_k, w_shard_k, bias), out is config is None
+    if not operators or _is_scaled(x_shard_k, x_scale, w_scale):
+        tensors = dict(zip(("x_shard_k", "w_shard_k", "bias"), operands, strict=True))
+        scales = {"x_scale": x_scale, "w_scale": w_scale}
+        _check_without_gradient("matmul_reduce_scatter", tensors | scales | {"out": out})
+        check_apart("matmul_reduce_scatter", out, **tensors)
+    if operators:
+        fused, separate = _split_activation(activation, *operands)
+        beyond = () if out_dtype is wire_dtype is None and fast_accum else (out_dtype, wire_dtype, fast_accum)
+        options = fused, rows, ctx.name, path, *beyond
+        return activation_reference(ops.matmul_reduce_scatter(*operands, x_scale, w_scale, *options), separate)
+    options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
     call = MatmulReduceScatter(*options, wire_dtype=wire_dtype)
-    return ctx.call(call, x_shard_k, w_shard_k, bias, out)
+    return ctx.call(call, *operands, out, *Scales.given(x_scale, w_scale))
 
 
 def matmul_all_reduce(
@@ -391,21 +371,18 @@ def matmul_all_reduce(
         options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale}
         return lead.back(matmul_all_reduce(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options))
     ctx = as_context(ctx, "matmul_all_reduce: ctx")
-    if _is_scaled("matmul_all_reduce", x_shard_k, {"w_shard_k": w_shard_k, "bias": bias}, x_scale, w_scale):
-        if config is None:
-            options = activation, out_dtype, wire_dtype, fast_accum, ctx.name, path
-            return ops.scaled_matmul_all_reduce(x_shard_k, w_shard_k, x_scale, w_scale, bias, *options)
-        options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
-        call = MatmulAllReduce(*options, wire_dtype=wire_dtype)
-        return ctx.call(call, x_shard_k, w_shard_k, bias, None, Scales(x_scale, w_scale))
-    if out_dtype is None and wire_dtype is None and config is None:
-        fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
-        y = ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
-        return activation_reference(y, separate)
-    _check_options("matmul_all_reduce", {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}, None)
-    options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype)
+    operands = x_shard_k, w_shard_k, bias
+    if config is not None or _is_scaled(x_shard_k, x_scale, w_scale):
+        tensors = dict(zip(("x_shard_k", "w_shard_k", "bias"), operands, strict=True))
+        _check_without_gradient("matmul_all_reduce", tensors | {"x_scale": x_scale, "w_scale": w_scale})
+    if config is None:
+        fused, separate = _split_activation(activation, *operands)
+        beyond = () if out_dtype is wire_dtype is None and fast_accum else (out_dtype, wire_dtype, fast_accum)
+        options = fused, ctx.name, path, *beyond
+        return activation_reference(ops.matmul_all_reduce(*operands, x_scale, w_scale, *options), separate)
+    options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
     call = MatmulAllReduce(*options, wire_dtype=wire_dtype)
-    return ctx.call(call, x_shard_k, w_shard_k, bias, None)
+    return ctx.call(call, *operands, None, *Scales.given(x_scale, w_scale))
 
 
 def all_gather(

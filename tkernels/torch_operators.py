@@ -25,14 +25,14 @@ If both dx and dw of matmul_reduce_scatter are needed, one operator computes the
 second matmul reads the gathered dy in the workspace, where it arrived and which no result of an operator may alias. It
 has no gradient; where dx and dw need one (double backward), they come from two operators.
 
-The operators of FP8, whose names begin with scaled_, have no gradient.
+Of FP8 operands, which come with x_scale and w_scale, operators have no gradient. Of a result in another dtype, dy is
+rounded to the operands' first.
 
 The result of an all-reduce is one replicated tensor, so its gradient is taken as equal on all ranks (Megatron's
 "reduce from the tensor-parallel region"). Backward is collective where the table names a collective: all ranks must
 need the same gradients.
 """
 
-import functools
 import types
 
 import torch
@@ -42,10 +42,9 @@ from tkernels.comm import collectives
 from tkernels.comm.arguments import check_out
 from tkernels.comm.contexts import find_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import result_dtype
+from tkernels.configs import FP8, result_dtype
 from tkernels.dispatch import PLAIN, apply_transformed, define, register, transformed, wants_gradient, watched
-from tkernels.gemm import Scales, may_stage, precision
-from tkernels.gemm import matmul as _matmul
+from tkernels.gemm import Scales, may_stage, multiply, precision
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.quantize import Quantize
@@ -56,35 +55,37 @@ ops = types.SimpleNamespace()  # the functions of the operators
 
 
 def _matmul_backward(ctx, dy):
-    _refuse_fused_activation("matmul", *ctx.options)
     x, w = ctx.saved_tensors
+    dy = _gradient("matmul", x, dy, ctx.options[0])
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx, dw = _product(dy, w) if need_x else None, _product(dy.t(), x) if need_w else None
-    return dx, dw, dy.sum(0) if need_bias else None, None
+    return dx, dw, dy.sum(0) if need_bias else None, *_none_of(ctx)
+
+
+def _matmul_impl(x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_accum=True):
+    options = activation, out_dtype, None, precision(x.dtype, fast_accum)
+    return multiply(options, (x, w, bias, None, *Scales.given(x_scale, w_scale)))
+
+
+def _product_fake(M, x, w, out_dtype):
+    return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype))
 
 
 ops.matmul = define(
-    "matmul(Tensor x, Tensor w, Tensor? bias, str? activation) -> Tensor",
-    _matmul,
-    lambda x, w, bias, activation: x.new_empty((x.shape[0], w.shape[0])),
+    "matmul(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
+    " ScalarType? out_dtype=None, bool fast_accum=True) -> Tensor",
+    _matmul_impl,
+    lambda x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_accum=True: _product_fake(
+        x.shape[0], x, w, out_dtype
+    ),
     _matmul_backward,
     saved=2,
 )
 
 
-def _scaled_matmul(x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum):
-    scaled = {"scales": Scales(x_scale, w_scale), "fast_accum": fast_accum}
-    return _matmul(x, w, bias, activation, out_dtype=out_dtype, **scaled)
-
-
-ops.scaled_matmul = define(
-    "scaled_matmul(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, str? activation,"
-    " ScalarType? out_dtype, bool fast_accum) -> Tensor",
-    _scaled_matmul,
-    lambda x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum: x.new_empty(
-        (x.shape[0], w.shape[0]), dtype=out_dtype or result_dtype(x.dtype)
-    ),
-)
+def _none_of(ctx) -> list[None]:
+    """The gradients of the scales and of the options."""
+    return [None] * (2 + len(ctx.options))
 
 
 def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b on this rank, of a gradient: by torch, or by `matmul` where that may stage rows that TMA can't take."""
     if transformed() or not PLAIN.issuperset((type(a), type(b))) or not may_stage(a, b):
         return a @ b
-    return ops.matmul(_with_unit_stride(a), _with_unit_stride(b).t(), None, None)
+    return ops.matmul(_with_unit_stride(a), _with_unit_stride(b).t(), None, None, None, None)
 
 
 class _Replicated(torch.autograd.Function):
@@ -120,33 +121,44 @@ def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
     return apply_transformed("replicated", _Replicated, x, context) if wants_gradient(x) else x
 
 
-def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
-    options = activation, tuple(rows), None, None, path, precision(x_shard_m.dtype), return_gathered
-    return find_context(context).call(AllGatherMatmul(*options), x_shard_m, w, bias, None, None)
+def _all_gather_matmul_direct(
+    x_shard_m, w, bias, x_scale, w_scale, activation, return_gathered, rows, context, path=None, out_dtype=None,
+    fast_accum=True,
+):  # fmt: skip
+    options = activation, tuple(rows), out_dtype, None, path, precision(x_shard_m.dtype, fast_accum), return_gathered
+    call, scales = AllGatherMatmul(*options), Scales.given(x_scale, w_scale)
+    y, gathered, *scales = find_context(context).call(call, x_shard_m, w, bias, None, None, *scales)
+    return y, gathered, scales[0] if scales else None
 
 
 def _all_gather_matmul_impl(x_shard_m, *arguments, **options):
-    y, gathered = _all_gather_matmul_direct(x_shard_m, *arguments, **options)
-    return y, x_shard_m.new_empty(0) if gathered is None else gathered  # the schema returns Tensors, not None
+    y, gathered, scales = _all_gather_matmul_direct(x_shard_m, *arguments, **options)
+    # the schema returns Tensors, not None
+    gathered = x_shard_m.new_empty(0) if gathered is None else gathered
+    return y, gathered, x_shard_m.new_empty(0, dtype=torch.float32) if scales is None else scales
 
 
-def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
+def _all_gather_matmul_fake(
+    x_shard_m, w, bias, x_scale, w_scale, activation, return_gathered, rows, context, path=None, out_dtype=None,
+    fast_accum=True,
+):  # fmt: skip
     M = sum(rows)
     gathered = x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
-    return x_shard_m.new_empty((M, w.shape[0])), gathered
+    scales = (M, 1) if return_gathered and x_scale is not None else (0,)
+    return _product_fake(M, x_shard_m, w, out_dtype), gathered, x_shard_m.new_empty(scales, dtype=torch.float32)
 
 
 def _all_gather_matmul_setup(ctx, inputs, output):
-    x_shard_m, w, _, *ctx.options = inputs
-    return_gathered = inputs[4]
+    x_shard_m, w, _, _, _, *ctx.options = inputs
+    _, return_gathered, *_ = ctx.options
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(w, output[1] if return_gathered else x_shard_m)
 
 
-def _all_gather_matmul_backward(ctx, dy, dgathered):
-    activation, return_gathered, rows, context, path = ctx.options
-    _refuse_fused_activation("all_gather_matmul", activation)
+def _all_gather_matmul_backward(ctx, dy, dgathered, _):
+    activation, return_gathered, rows, context, path, *_ = ctx.options
     w, x = ctx.saved_tensors
+    dy = _gradient("all_gather_matmul", x, dy, activation)
     dx = dw = dbias = None
     if dy is not None:
         dy = _with_unit_stride(dy)
@@ -156,57 +168,24 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
         del x
         ctx.maybe_clear_saved_tensors()
         if ctx.needs_input_grad[0]:
-            dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, rows, context, path)
+            dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, None, None, rows, context, path)
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0)
     if dgathered is not None and return_gathered and ctx.needs_input_grad[0]:
         from_gathered = ops.reduce_scatter(dgathered.contiguous(), rows, context)
         dx = from_gathered if dx is None else dx + from_gathered
-    return dx, dw, dbias, None, None, None, None, None
+    return dx, dw, dbias, *_none_of(ctx)
 
 
 ops.all_gather_matmul = define(
-    "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, str? activation, bool return_gathered, SymInt[] rows,"
-    " str context, str? path=None) -> (Tensor, Tensor)",
+    "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
+    " bool return_gathered, SymInt[] rows, str context, str? path=None, ScalarType? out_dtype=None,"
+    " bool fast_accum=True) -> (Tensor, Tensor, Tensor)",
     _all_gather_matmul_impl,
     _all_gather_matmul_fake,
     _all_gather_matmul_backward,
     setup_context=_all_gather_matmul_setup,
     direct=_all_gather_matmul_direct,
-)
-
-
-def _scaled_all_gather_matmul_direct(
-    x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum, return_gathered, rows, context, path
-):
-    options = activation, tuple(rows), out_dtype, None, path, precision(x.dtype, fast_accum), return_gathered
-    call, scales = AllGatherMatmul(*options), Scales(x_scale, w_scale)
-    return find_context(context).call(call, x, w, bias, None, None, scales)
-
-
-def _scaled_all_gather_matmul_impl(x, w, x_scale, *arguments):
-    y, gathered, scales = _scaled_all_gather_matmul_direct(x, w, x_scale, *arguments)
-    if gathered is None:
-        return y, x.new_empty(0), x_scale.new_empty(0)
-    return y, gathered, scales
-
-
-def _scaled_all_gather_matmul_fake(
-    x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum, return_gathered, rows, context, path
-):
-    M = sum(rows)
-    gathered = x.new_empty((M, x.shape[1]) if return_gathered else (0,))
-    scales = x_scale.new_empty((M, 1) if return_gathered else (0,))
-    return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype)), gathered, scales
-
-
-ops.scaled_all_gather_matmul = define(
-    "scaled_all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias,"
-    " str? activation, ScalarType? out_dtype, bool fast_accum, bool return_gathered, SymInt[] rows, str context,"
-    " str? path) -> (Tensor, Tensor, Tensor)",
-    _scaled_all_gather_matmul_impl,
-    _scaled_all_gather_matmul_fake,
-    direct=_scaled_all_gather_matmul_direct,
 )
 
 
@@ -240,8 +219,8 @@ def _all_gather_matmuls_backward(ctx, dys, dgathered):
 
 def _gradients_of_several(ctx, need_x, need_ws, need_biases, dys, dgathered):
     biased, activation, return_gathered, rows, context, path = ctx.options
-    _refuse_fused_activation("all_gather_matmuls", activation)
     x, *ws = ctx.saved_tensors
+    dys = [_gradient("all_gather_matmuls", x, dy, activation) for dy in dys]
     dys = [None if dy is None else _with_unit_stride(dy) for dy in dys]
     dx, dws = None, [need and dy is not None for need, dy in zip(need_ws, dys, strict=True)]
     x = ops.all_gather(x, rows, context) if any(dws) and not return_gathered else x
@@ -253,7 +232,7 @@ def _gradients_of_several(ctx, need_x, need_ws, need_biases, dys, dgathered):
         dy, w = pairs[0]
         if len(pairs) > 1:
             dy, w = torch.cat([dy for dy, _ in pairs], 1), torch.cat([w for _, w in pairs])
-        dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, rows, context, path)
+        dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, None, None, rows, context, path)
     if need_x and dgathered is not None and return_gathered:
         from_gathered = ops.reduce_scatter(dgathered.contiguous(), rows, context)
         dx = from_gathered if dx is None else dx + from_gathered
@@ -302,7 +281,8 @@ def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gat
     tensors = x_shard_m, *ws, *biases
     if transformed():  # torch.func sees through none of torch's operators, but through our functions
         gathered = ops.all_gather(x_shard_m, rows, context)
-        return [ops.matmul(gathered, w, bias, activation) for w, bias in zip(ws, biases, strict=True)], gathered
+        ys = [ops.matmul(gathered, w, bias, None, None, activation) for w, bias in zip(ws, biases, strict=True)]
+        return ys, gathered
     given = [each for each in biases if each is not None]
     options = [each is not None for each in biases], activation, return_gathered, rows, context, path
     if watched(tensors):
@@ -313,29 +293,35 @@ def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gat
     return _all_gather_matmuls_direct(x_shard_m, ws, given, *options)
 
 
-def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
-    options = activation, tuple(rows), None, None, path, precision(x_shard_k.dtype)
-    return find_context(context).call(MatmulReduceScatter(*options), x_shard_k, w_shard_k, bias, None)
+def _matmul_reduce_scatter_impl(
+    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None,
+    wire_dtype=None, fast_accum=True,
+):  # fmt: skip
+    options = activation, tuple(rows), out_dtype, None, path, precision(x_shard_k.dtype, fast_accum)
+    call, scales = MatmulReduceScatter(*options, wire_dtype=wire_dtype), Scales.given(x_scale, w_scale)
+    return find_context(context).call(call, x_shard_k, w_shard_k, bias, None, *scales)
 
 
-def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
-    return x_shard_k.new_empty((rows[find_context(context).rank], w_shard_k.shape[0]))
+def _matmul_reduce_scatter_fake(
+    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None, *_
+):  # fmt: skip
+    return _product_fake(rows[find_context(context).rank], x_shard_k, w_shard_k, out_dtype)
 
 
 def _matmul_reduce_scatter_backward(ctx, dy):
-    activation, rows, context, path = ctx.options
-    _refuse_fused_activation("matmul_reduce_scatter", activation)
+    activation, rows, context, path, *_ = ctx.options
     x, w = ctx.saved_tensors
-    dy = dy.contiguous()
+    dy = _gradient("matmul_reduce_scatter", x, dy, activation).contiguous()
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
     differentiable = wants_gradient(dy, x, w)
     if need_x and need_w and not differentiable:
         dx, dw, dbias = ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, rows, context, path)
-        return dx, dw, dbias if need_bias else None, None, None, None, None
+        return dx, dw, dbias if need_bias else None, *_none_of(ctx)
     if need_x:
         # The matmul for dx gathers dy; dw and dbias reuse the gathered rows.
-        dx, gathered = ops.all_gather_matmul(dy, w.t(), None, None, need_w or need_bias, rows, context, path)
+        where = need_w or need_bias, rows, context, path
+        dx, gathered, _ = ops.all_gather_matmul(dy, w.t(), None, None, None, None, *where)
     elif need_w or need_bias:
         gathered = ops.all_gather(dy, rows, context)
     if need_w:
@@ -343,12 +329,16 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     if need_bias:
         # Equal on all ranks, as an all-reduce's result is, so its own gradient counts once.
         dbias = ops.all_reduce(dy.sum(0), context) if differentiable else gathered.sum(0)
-    return dx, dw, dbias, None, None, None, None
+    return dx, dw, dbias, *_none_of(ctx)
 
 
+_REDUCTION = (
+    "(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
+    "{rows} str context, str? path=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None,"
+    " bool fast_accum=True) -> Tensor"
+)
 ops.matmul_reduce_scatter = define(
-    "matmul_reduce_scatter(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, SymInt[] rows,"
-    " str context, str? path=None) -> Tensor",
+    "matmul_reduce_scatter" + _REDUCTION.format(rows=" SymInt[] rows,"),
     _matmul_reduce_scatter_impl,
     _matmul_reduce_scatter_fake,
     _matmul_reduce_scatter_backward,
@@ -356,38 +346,9 @@ ops.matmul_reduce_scatter = define(
 )
 
 
-def _scaled_reduction(kind, x, w, x_scale, w_scale, bias, activation, out_dtype, wire_dtype, fast_accum, *where):
-    *rows, context, path = where
-    rows = tuple(rows[0]) if rows else None
-    options = activation, rows, out_dtype, None, path, precision(x.dtype, fast_accum)
-    call, scales = kind(*options, wire_dtype=wire_dtype), Scales(x_scale, w_scale)
-    return find_context(context).call(call, x, w, bias, None, scales)
-
-
-def _scaled_reduction_fake(x, w, x_scale, w_scale, bias, activation, out_dtype, wire_dtype, fast_accum, *where):
-    *rows, context, _ = where
-    M = rows[0][find_context(context).rank] if rows else x.shape[0]
-    return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype))
-
-
-_SCALED = (
-    "(Tensor x_shard_k, Tensor w_shard_k, Tensor x_scale, Tensor w_scale, Tensor? bias, str? activation,"
-    " ScalarType? out_dtype, ScalarType? wire_dtype, bool fast_accum,"
-)
-ops.scaled_matmul_reduce_scatter = define(
-    f"scaled_matmul_reduce_scatter{_SCALED} SymInt[] rows, str context, str? path) -> Tensor",
-    functools.partial(_scaled_reduction, MatmulReduceScatter),
-    _scaled_reduction_fake,
-)
-ops.scaled_matmul_all_reduce = define(
-    f"scaled_matmul_all_reduce{_SCALED} str context, str? path) -> Tensor",
-    functools.partial(_scaled_reduction, MatmulAllReduce),
-    _scaled_reduction_fake,
-)
-
-
 def _matmul_reduce_scatter_backward_impl(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
-    dx, gathered = _all_gather_matmul_direct(dy_shard_m, w_shard_k.t(), None, None, "borrowed", rows, context, path)
+    w, where = w_shard_k.t(), ("borrowed", rows, context, path)
+    dx, gathered, _ = _all_gather_matmul_direct(dy_shard_m, w, None, None, None, None, *where)
     dbias = gathered.sum(0) if need_bias else gathered.new_empty(0)
     return dx, _product(gathered.t(), x_shard_k), dbias
 
@@ -406,30 +367,35 @@ ops.matmul_reduce_scatter_backward = define(
 )
 
 
-def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
-    options = activation, None, None, None, path, precision(x_shard_k.dtype)
-    return find_context(context).call(MatmulAllReduce(*options), x_shard_k, w_shard_k, bias, None)
+def _matmul_all_reduce_impl(
+    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, context, path=None, out_dtype=None, wire_dtype=None,
+    fast_accum=True,
+):  # fmt: skip
+    options = activation, None, out_dtype, None, path, precision(x_shard_k.dtype, fast_accum)
+    call, scales = MatmulAllReduce(*options, wire_dtype=wire_dtype), Scales.given(x_scale, w_scale)
+    return find_context(context).call(call, x_shard_k, w_shard_k, bias, None, *scales)
 
 
-def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context, path=None):
-    return x_shard_k.new_empty((x_shard_k.shape[0], w_shard_k.shape[0]))
+def _matmul_all_reduce_fake(
+    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, context, path=None, out_dtype=None, *_
+):  # fmt: skip
+    return _product_fake(x_shard_k.shape[0], x_shard_k, w_shard_k, out_dtype)
 
 
 def _matmul_all_reduce_backward(ctx, dy):
-    activation, context, _ = ctx.options
-    _refuse_fused_activation("matmul_all_reduce", activation)
+    activation, context, *_ = ctx.options
     x, w = ctx.saved_tensors
+    dy = _gradient("matmul_all_reduce", x, dy, activation)
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dbias = dy.sum(0) if need_bias else None  # equal on all ranks, as dy is
     dy = replicated(dy, context)
     dx = _product(dy, w) if need_x else None
     dw = _product(dy.t(), x) if need_w else None
-    return dx, dw, dbias, None, None, None
+    return dx, dw, dbias, *_none_of(ctx)
 
 
 ops.matmul_all_reduce = define(
-    "matmul_all_reduce(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, str context,"
-    " str? path=None) -> Tensor",
+    "matmul_all_reduce" + _REDUCTION.format(rows=""),
     _matmul_all_reduce_impl,
     _matmul_all_reduce_fake,
     _matmul_all_reduce_backward,
@@ -492,10 +458,13 @@ def _discard(_: torch.Tensor):
     """Return None instead of `out`: an operator's result must not alias its argument."""
 
 
-def _refuse_fused_activation(name: str, activation: str | None):
-    # The public functions apply the activation outside the operator when a gradient is needed.
+def _gradient(name: str, x: torch.Tensor, dy: torch.Tensor | None, activation: str | None) -> torch.Tensor | None:
+    """dy in the operands' dtype, in which backward multiplies. Raises for what the public functions don't pass on."""
     if activation is not None:
         raise TkernelsError(
             f"torch.ops.tkernels.{name} has no gradient through a fused activation ({activation!r}); call "
             f"tkernels.{name}, which keeps what backward needs"
         )
+    if x.dtype in FP8:
+        raise TkernelsError(f"torch.ops.tkernels.{name} of float8 operands has no gradient; call under torch.no_grad()")
+    return dy if dy is None else dy.to(x.dtype)
