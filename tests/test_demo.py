@@ -9,11 +9,12 @@ import torch
 from transports import starts_ranks
 
 from tkernels import cli, demo
-from tkernels.comm import MismatchError
+from tkernels.comm import MismatchError, runtime
 from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig
 from tkernels.demo.parallel import KINDS, TensorParallel
+from tkernels.shapes import WITH_FP8
 
 pytestmark = starts_ranks(2)
 
@@ -132,6 +133,31 @@ def test_a_lost_row_shows_in_the_first_loss(ctx):
     assert step.difference > step.allowed
 
 
+@pytest.mark.ranks(2)
+def test_layers_in_fp8_train_beside_a_model_in_bf16(ctx):
+    if not runtime.has_fp8():
+        pytest.skip("the GPU has no FP8")
+    setup = training.start(ctx, "fp8", 0, TensorParallel)
+    assert (setup["dtype"], setup["parameters"]) == ("fp8", PARAMETERS)
+    first, gradient, last = training.step(ctx), training.worst_gradient(ctx), training.step(ctx)
+    assert all(0 < step.difference <= step.allowed < 0.1 for step in (first, last))
+    assert last.sharded < first.sharded - 0.2
+    assert 2**-6 < gradient.error <= gradient.allowed  # more than bf16 rounds
+
+    operations = {operation.operation: operation for operation in training.finish(ctx)}
+    # 2 steps of 8 linear layers: of each x, dy and both layouts of w, and what has travelled back to bf16.
+    calls = {"quantize": 64, "dequantize": 16, "scaled_all_gather_matmul": 16, "scaled_matmul_reduce_scatter": 16}
+    assert {name: operations[name].calls for name in calls} == calls
+    # half of 256 rows: gathered of 64 features and a scale, sent to be summed in bf16
+    assert operations["scaled_all_gather_matmul"].sent_bytes == 16 * 128 * (64 + 4)
+    assert operations["scaled_matmul_reduce_scatter"].sent_bytes == 16 * 128 * 64 * 2
+
+    training.start(ctx, "fp8", 0, LosesPartOfABiasGradient)
+    training.step(ctx)
+    gradient = training.worst_gradient(ctx)
+    assert gradient.parameter == "blocks.1.mlp.fc1.bias" and gradient.error > gradient.allowed
+
+
 # Other ways to split
 
 PARAMETERS = 112_256
@@ -200,12 +226,12 @@ def losing(kind):
     """`kind`, but rank 1's first share of a gradient, which is a part of a sum, is lost."""
 
     class Losing(kind):
-        def __init__(self, model, config, ctx, loss_scale):
+        def __init__(self, model, config, ctx, *options):
             calls = itertools.count()
             if ctx.rank == 1:
                 bias = model.blocks[1].mlp.fc1.bias
                 bias.register_hook(lambda gradient: gradient if next(calls) else torch.zeros_like(gradient))
-            super().__init__(model, config, ctx, loss_scale)
+            super().__init__(model, config, ctx, *options)
 
     return Losing
 
@@ -237,12 +263,14 @@ def test_messages_of_a_pipeline_are_counted_and_not_timed(tmp_path, capsys):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype, first, last", [("fp32", 1e-5, 2e-4), ("fp16", 2e-3, 0.1), ("bf16", 2e-2, 0.6)])
+@pytest.mark.parametrize(
+    "dtype, first, last", [("fp32", 1e-5, 2e-4), ("fp16", 2e-3, 0.1), ("bf16", 2e-2, 0.6), ("fp8", 8e-2, 0.9)]
+)
 def test_what_is_allowed_grows_with_the_steps_and_stays_small(dtype, first, last):
-    allowed = [training.allowed_loss(CONFIG, training.DTYPES[dtype], 4.4, steps) for steps in (0, 39)]
+    allowed = [training.allowed_loss(CONFIG, WITH_FP8[dtype], 4.4, steps) for steps in (0, 39)]
     assert 0 < allowed[0] < first < allowed[1] < last
     # A gradient without one of 8 ranks' share is off by about 8**-0.5 of its norm.
-    assert training.allowed_gradient(CONFIG, training.DTYPES[dtype]) < 8**-0.5
+    assert training.allowed_gradient(CONFIG, WITH_FP8[dtype]) < 8**-0.5
 
 
 @pytest.mark.quick

@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser):
     )  # fmt: skip
     parser.add_argument("--ranks", type=count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
     parser.add_argument("--steps", type=count, metavar="N", default=40, help="default: 40")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32",
+        help="fp8: the split layers multiply FP8, beside an unsharded model in bf16; with --parallel tp; default: fp32",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of weights and batches; default: 0")
     parser.add_argument(
         "--plot", type=file_to_write, metavar="PATH", default="tkernels-demo.png",
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 def run(arguments: argparse.Namespace) -> int:
     """Train, compare, report. Returns the exit code: 0, or 1 if the sharded and the unsharded model disagree.
 
-    Raises argparse.ArgumentError for a picture in a format that cannot be drawn.
+    Raises argparse.ArgumentError for a picture in a format that cannot be drawn, and for FP8 where no layer is split.
     """
     from tkernels.comm.runtime import RUNTIME
     from tkernels.demo import training
@@ -44,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     from tkernels.demo.report import Report, check_picture, draw
     from tkernels.launch import RankPool, default_ranks
 
+    if arguments.dtype == "fp8" and arguments.parallel != "tp":
+        raise argparse.ArgumentError(
+            None, f"--dtype fp8 is of layers that are split, which --parallel {arguments.parallel} has none of; use tp"
+        )
     if arguments.plot:
         check_picture(arguments.plot)
     began = time.perf_counter()

@@ -109,13 +109,15 @@ PLAN = {
 }
 
 
-def shard(model: Transformer, ctx: Context) -> Transformer:
+def shard(model: Transformer, ctx: Context, float8: str | None = None) -> Transformer:
     """Collective. Split the linear layers of `model` over ranks, in place. Heads and positions must divide by R.
+
+    float8: as of `parallelize`.
 
     Modules that stay whole (norms, embeddings, head) see only a rank's own positions, so their gradients are partial
     sums. Their parameters get the mark that `all_reduce_sequence_parallel_grads` looks for.
     """
-    parallelize(model, PLAN, ctx)
+    parallelize(model, PLAN, ctx, float8=float8)
     for module in model.modules():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
             for parameter in module.parameters(recurse=False):

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
+from tkernels.configs import result_dtype
 from tkernels.layers.pipeline.communicator import P2PCommunicator
 
 
@@ -68,11 +69,15 @@ class OperatorCounter(TorchDispatchMode):
 def _sent_bytes(name: str, arguments: dict, ctx: Context) -> int:
     """Bytes that this rank sends to its peers in one call of an operator."""
     x, rows = next(iter(arguments.values())), arguments.get("rows")
+    if name in ("quantize", "dequantize"):
+        return 0
     if name in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter_backward"):  # the last one gathers dy
         return x.nbytes * (ctx.size - 1)
-    if name in ("reduce_scatter", "matmul_reduce_scatter"):
+    if name == "scaled_all_gather_matmul":
+        return (x.nbytes + len(x) * torch.float32.itemsize) * (ctx.size - 1)  # each row with its scale
+    if name in ("reduce_scatter", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter"):
         width = math.prod(x.shape[1:]) if name == "reduce_scatter" else arguments["w_shard_k"].shape[0]
-        return (sum(rows) - rows[ctx.rank]) * width * x.itemsize
+        return (sum(rows) - rows[ctx.rank]) * width * result_dtype(x.dtype).itemsize
     if name == "all_reduce":  # terms go to the rank that sums them, sums to all
         own = split_rows(x.numel(), ctx.size)[ctx.rank] * x.itemsize
         return x.nbytes - own + own * (ctx.size - 1)

@@ -33,7 +33,8 @@ MICROBATCH = 2  # sequences
 class Parallel:
     """A way to split the training over ranks, and a rank's part of it.
 
-    Collective, as are step, gradients and close. model: has the initial weights, and is split in place.
+    Collective, as are step, gradients and close. model: has the initial weights, and is split in place. float8: the
+    recipe of the linear layers that are split, or None.
 
     name: as --parallel takes it.
     share: a rank's part, in words.
@@ -45,8 +46,10 @@ class Parallel:
     share: str
     messages: dict[str, tuple[int, int]] = {}
 
-    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
-        self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
+    def __init__(
+        self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float, float8: str | None = None
+    ):
+        self.model, self.config, self.ctx, self.loss_scale, self.float8 = model, config, ctx, loss_scale, float8
 
     @staticmethod
     def sizes(ranks: int) -> dict[str, int]:
@@ -90,7 +93,7 @@ class TensorParallel(Parallel):
         super().__init__(*arguments)
         R, positions, heads = self.ctx.size, self.config.sequence, self.config.heads
         self.share = f"{positions // R} of {positions} positions and {heads // R} of {heads} heads"
-        shard(self.model, self.ctx)
+        shard(self.model, self.ctx, self.float8)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):
