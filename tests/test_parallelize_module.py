@@ -310,7 +310,7 @@ def test_colwise_parallel_group_shares_what_its_members_do_for_one_input(ctx, se
 
 @pytest.mark.ranks(2)
 def test_rowwise_parallel_splits_an_embedding_by_its_vocabulary(ctx):
-    """The output in any layout, the gradient of this rank's rows alone, none for the padding."""
+    """The output in any layout, the gradient of this rank's rows alone, none for the padding; no word outside."""
     mesh = tp_mesh(ctx)
     for padding, output in ((None, Replicate()), (7, Shard(1)), (1, Shard(0))):
         embedding = nn.Embedding(9, 4, padding_idx=padding).to(ctx.device)
@@ -326,6 +326,10 @@ def test_rowwise_parallel_splits_an_embedding_by_its_vocabulary(ctx):
         (y * placed[1]).sum().backward()
         assert module.weight.grad.placements == (Shard(0),)
         assert torch.equal(full(module.weight.grad), full(embedding.weight.grad))
+    if ctx.device.type == "cpu":  # on a GPU it is an assertion of the kernel's, as in nn.Embedding
+        for outside in (-1, 9):
+            with pytest.raises(IndexError, match="index out of range"):
+                module(batch.clone().fill_(outside))
 
 
 @pytest.mark.ranks(2)

@@ -189,7 +189,8 @@ class RowwiseEmbedding(ParallelModule):
         weight, sizes = local(self.weight), chunk_sizes(self.num_embeddings, ctx.size)
         start, own = sum(sizes[: ctx.rank]), sizes[ctx.rank]
         padding = None if self.padding_idx is None else self.padding_idx - start
-        absent = (tokens < start) | (tokens >= start + own)
+        # A token outside of the vocabulary is in nobody's part, so the lookup refuses it, on every rank.
+        absent = (0 <= tokens) & (tokens < start) | (start + own <= tokens) & (tokens < self.num_embeddings)
         mine = (tokens - start).masked_fill(absent, 0)
         y = functional.embedding(mine, weight, padding if padding is not None and 0 <= padding < own else None)
         y = y.masked_fill(absent.unsqueeze(-1), 0)

@@ -26,7 +26,8 @@ class ColwiseParallelGroup(ParallelStyle):
     ranks once, without overlap, instead of once for each linear with it. The module's forward stays as it is: the
     others find their products ready when they are called with the same tensor, unchanged. For another tensor that is
     split all products are computed again, so linears of different inputs, as in cross-attention, belong in different
-    groups.
+    groups. So do linears between whose calls the forward changes the tensor in place: where torch counts no changes, in
+    inference mode and in compiled code, a split input's products are those of before.
     """
 
     context = None  # as Style's
