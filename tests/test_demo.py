@@ -146,11 +146,11 @@ def test_layers_in_fp8_train_beside_a_model_in_bf16(ctx):
 
     operations = {operation.operation: operation for operation in training.finish(ctx)}
     # 2 steps of 8 linear layers: of each x, dy and both layouts of w, and what has travelled back to bf16.
-    calls = {"quantize": 64, "dequantize": 16, "scaled_all_gather_matmul": 16, "scaled_matmul_reduce_scatter": 16}
+    calls = {"quantize": 64, "dequantize": 16, "all_gather_matmul": 16, "matmul_reduce_scatter": 16}
     assert {name: operations[name].calls for name in calls} == calls
     # half of 256 rows: gathered of 64 features and a scale, sent to be summed in bf16
-    assert operations["scaled_all_gather_matmul"].sent_bytes == 16 * 128 * (64 + 4)
-    assert operations["scaled_matmul_reduce_scatter"].sent_bytes == 16 * 128 * 64 * 2
+    assert operations["all_gather_matmul"].sent_bytes == 16 * 128 * (64 + 4)
+    assert operations["matmul_reduce_scatter"].sent_bytes == 16 * 128 * 64 * 2
 
     training.start(ctx, "fp8", 0, LosesPartOfABiasGradient)
     training.step(ctx)

@@ -72,10 +72,9 @@ def _sent_bytes(name: str, arguments: dict, ctx: Context) -> int:
     if name in ("quantize", "dequantize"):
         return 0
     if name in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter_backward"):  # the last one gathers dy
-        return x.nbytes * (ctx.size - 1)
-    if name == "scaled_all_gather_matmul":
-        return (x.nbytes + len(x) * torch.float32.itemsize) * (ctx.size - 1)  # each row with its scale
-    if name in ("reduce_scatter", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter"):
+        scales = 0 if arguments.get("x_scale") is None else len(x)  # each row travels with its own
+        return (x.nbytes + scales * torch.float32.itemsize) * (ctx.size - 1)
+    if name in ("reduce_scatter", "matmul_reduce_scatter"):
         width = math.prod(x.shape[1:]) if name == "reduce_scatter" else arguments["w_shard_k"].shape[0]
         return (sum(rows) - rows[ctx.rank]) * width * result_dtype(x.dtype).itemsize
     if name == "all_reduce":  # terms go to the rank that sums them, sums to all
