@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transports import by_copies, every_path, every_transport, gpu_only, interleaved, over
 
 import tkernels
-from tkernels.comm import MismatchError, TkernelsError, collectives
+from tkernels.comm import MismatchError, TkernelsError, collectives, runtime
 from tkernels.demo.model import ModelConfig, Transformer, shard
 from tkernels.layers.gradients import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import integers
@@ -85,6 +85,62 @@ def test_every_replay_is_a_call_of_its_own(ctx, transport, path):
             calls.append(step(ctx, path, *mine))  # eager calls between replays take their turn in the same epochs
         if replay < 5 or replay % 50 == 0:
             expected = results_by_hand(ctx, shards, whole, weights)
+            for result, right in zip(itertools.chain(*calls), expected * len(calls), strict=True):
+                assert torch.equal(result.cpu().float(), right.float()), f"replay {replay}"
+    ctx.check()
+    torch.cuda.synchronize()
+    ctx.group.barrier()
+
+
+def scaled_step(ctx, path, shard, whole, w, w_scale):
+    """The fused operations in FP8, of operands in bf16 that are quantized here."""
+    results = []
+    for name, x in (("all_gather_matmul", shard), ("matmul_reduce_scatter", whole), ("matmul_all_reduce", whole)):
+        q, x_scale = tkernels.quantize(x, "row", power_of_two=True)
+        if path == "copies":
+            call = functools.partial(by_copies, ctx, name)
+        else:
+            call = functools.partial(getattr(tkernels, name), ctx=ctx, path=path)
+        results.append(call(q, w, x_scale=x_scale, w_scale=w_scale))
+    return results
+
+
+def scaled_operands(ctx, seed, rows=M):
+    """As `operands`, but rows differ by powers of two, which are other ones for each seed."""
+    shards, whole, weights = operands(ctx, seed, rows)
+    unit = (2.0 ** ((torch.arange(rows) + seed) % 5)).to(torch.bfloat16)[:, None]
+    shards = [shard * part for shard, part in zip(shards, unit.chunk(ctx.size), strict=True)]
+    return shards, [x * unit for x in whole], weights
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+@pytest.mark.parametrize("path", ["fused", "plain", "copies"])
+def test_every_replay_in_fp8_quantizes_its_own_rows_and_sends_their_scales(ctx, transport, path):
+    if not runtime.has_fp8():
+        pytest.skip("the GPU has no FP8")
+    ctx = over(ctx, transport)
+    shards, whole, weights = scaled_operands(ctx, 0)
+    shard, full, w = (parts[ctx.rank].to(ctx.device) for parts in (shards, whole, weights))
+    scaled_w = tkernels.quantize(w, "row", power_of_two=True)
+    scaled_step(ctx, path, shard, full, *scaled_w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = scaled_step(ctx, path, shard, full, *scaled_w)
+    for replay in range(REPLAYS):
+        shards, whole, _ = scaled_operands(ctx, replay)
+        shard.copy_(shards[ctx.rank])
+        full.copy_(whole[ctx.rank])
+        if ctx.rank == replay % ctx.size:
+            torch.cuda._sleep(200_000)
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        calls = [results]
+        if replay % 3 == 0:
+            calls.append(scaled_step(ctx, path, shard, full, *scaled_w))
+        if replay < 5 or replay % 50 == 0:
+            expected = results_by_hand(ctx, shards, whole, weights)[:3]
             for result, right in zip(itertools.chain(*calls), expected * len(calls), strict=True):
                 assert torch.equal(result.cpu().float(), right.float()), f"replay {replay}"
     ctx.check()

@@ -15,7 +15,7 @@ import triton.language as tl
 from transports import TRANSPORTS, every_transport, interleaved, into_landing, over, poison_workspace, starts_ranks
 
 import tkernels
-from tkernels.comm import collectives, device, interpreter
+from tkernels.comm import collectives, device, interpreter, runtime
 from tkernels.launch import launch
 from tkernels.testing.compare import integers
 
@@ -33,7 +33,7 @@ CONFIGS = [  # packets and chunks, each with all-reduces in one shot and in two,
     collectives.CollectiveConfig(0, 0, 0, copy_bytes=0),
 ]
 MAX_ROWS = 90 if SIMULATED else 300
-DTYPE = torch.bfloat16
+DTYPE, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @triton.jit
@@ -91,6 +91,11 @@ def small(shape, seed, ctx):
     return integers(shape, DTYPE, seed, low=-2, high=2, device=ctx.device)
 
 
+def powers(x, seed, ctx):
+    """A power of two for each row of x."""
+    return 2.0 ** integers((len(x), 1), torch.float32, seed + 3, low=-1, high=1, device=ctx.device)
+
+
 def product(x, w):
     return x.float() @ w.float().t()
 
@@ -104,7 +109,8 @@ def draw_rows(draws: random.Random, size: int) -> tuple[int, ...]:
 
 def a_call(ctx, draws: random.Random, seed: int):
     """(what to call, its right result) of one random operation; all ranks draw the same."""
-    rows, (N, K) = draw_rows(draws, ctx.size), draws.choice(FEATURES)
+    fp8 = draws.random() < 1 / 4 and runtime.has_fp8()
+    rows, (N, K) = draw_rows(draws, ctx.size), FEATURES[0] if fp8 else draws.choice(FEATURES)
     first = sum(rows[: ctx.rank])
     own = slice(first, first + rows[ctx.rank])
     seeds = [1000 * seed + 10 * rank for rank in range(ctx.size)]
@@ -112,7 +118,17 @@ def a_call(ctx, draws: random.Random, seed: int):
     wholes = [small((sum(rows), K), s + 1, ctx) for s in seeds]
     weights = [small((N, K), s + 2, ctx) for s in seeds]
     shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
-    name, config = draws.choice([*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
+    name, config = draws.choice(FUSED if fp8 else [*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
+    scaling = {}
+    if fp8:  # with a scale a row, of x as of w
+        scales = [[powers(x, s, ctx) for x, s in zip(each, seeds, strict=True)] for each in (shards, wholes, weights)]
+        shards, wholes, weights = (
+            [x * scale for x, scale in zip(*pair, strict=True)]
+            for pair in zip((shards, wholes, weights), scales, strict=True)
+        )
+        shard, whole, w = (x.to(E4M3) for x in (shard, whole, w))
+        x_scale = scales[name != "all_gather_matmul"][ctx.rank]
+        scaling = {"x_scale": x_scale, "w_scale": scales[2][ctx.rank]}
     path = draws.choice(["fused", "fused", "copies", "interleaved", "plain"])
     senders = [draws.choice([0, 0, 1, 3]) for _ in rows]  # with copies, who sends is each rank's own affair
     all_send = [draws.choice([False, True]) for _ in rows]
@@ -125,8 +141,9 @@ def a_call(ctx, draws: random.Random, seed: int):
             operation, options = functools.partial(interleaved, ctx, name), {"landing": path == "copies"}
     else:
         options = {"ctx": ctx, "path": path}
+    options |= scaling
     if name == "all_gather_matmul":
-        return lambda: operation(shard, w, rows=rows, **options), product(torch.cat(shards), w)
+        return lambda: operation(shard, w, rows=rows, **options), product(torch.cat(shards), weights[ctx.rank])
     if name in COLLECTIVES:
         total = sum(x.float() for x in wholes)
         if name == "all_reduce":
