@@ -14,8 +14,9 @@ from bench import work
 from tkernels import model
 from tkernels.choice import overlap_config, product_way
 from tkernels.comm.context import Context
-from tkernels.configs import FP8, GemmConfig, OverlapConfig, result_dtype
+from tkernels.configs import FP8, GemmConfig, OverlapConfig, result_dtype, with_room_for
 from tkernels.gemm import precision, problem_of_product
+from tkernels.quantize import quantize_reference
 from tkernels.rounding import fp8_error, tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -99,7 +100,9 @@ def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | O
         return None
     gathers = case.op == "all_gather_matmul"
     N, K = (case.N // ctx.size, case.K) if gathers else (case.N, case.K // ctx.size)
-    return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout, sending)
+    how = precision(case.dtype, case.fast_accum is not False)
+    config = overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout, sending, how)
+    return with_room_for(config, case.result_dtype, case.dtype, how)
 
 
 def product_of(case: Case) -> model.Problem:
@@ -173,7 +176,7 @@ class Problem:
     def _scaled(self, shape, seed: int, sparse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """By torch's own operators, which launch nothing that compiling ahead would take for ours."""
         if self.values != "integers":
-            return quantized(self._values(shape, seed, sparse, torch.float32), self.case.dtype)
+            return quantize_reference(self._values(shape, seed, sparse, torch.float32), "row", self.case.dtype)
         generator = torch.Generator(self.ctx.device).manual_seed(seed)
         scale = torch.randint(-2, 3, (shape[0], 1), generator=generator, device=self.ctx.device).float().exp2()
         return self._values(shape, seed, sparse, torch.bfloat16).to(self.case.dtype), scale
@@ -258,13 +261,6 @@ class Problem:
         if case.dtype in FP8:
             atol += fp8_error(case.local_K(size), case.fast_accum) * (case.K / case.local_K(size)) ** 0.5
         return atol, rtol
-
-
-def quantized(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix of fp32 in FP8, and the scales of its rows; of rows of zeros 1."""
-    scale = matrix.abs().amax(1, keepdim=True) / torch.finfo(dtype).max
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (matrix / scale).to(dtype), scale
 
 
 def dequantized(matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

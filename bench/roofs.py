@@ -6,9 +6,9 @@ import torch
 
 from bench.baselines import enable_symmetric_memory
 from bench.compile import sentence
-from bench.problem import quantized
 from tkernels.comm.context import Context
 from tkernels.configs import FP8, result_dtype
+from tkernels.quantize import quantize_reference
 from tkernels.timing import agree, measure
 
 PEER_COPY_BYTES = 256 << 20
@@ -50,7 +50,7 @@ def measure_roofs(ctx: Context, dtype: torch.dtype, iterations: int) -> Roofs:
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=ctx.device, dtype=result_dtype(dtype)) for _ in range(2))
     calls |= {"hbm": lambda: target.copy_(source), "cublas": lambda: torch.mm(a, b.t())}
     if dtype in FP8:
-        (a, a_scale), (b, b_scale) = quantized(a.float(), dtype), quantized(b.float(), dtype)
+        (a, a_scale), (b, b_scale) = (quantize_reference(each, "row", dtype) for each in (a, b))
         scales, options = (a_scale, b_scale.t().contiguous()), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         calls["cublas"] = lambda: torch._scaled_mm(a, b.t(), *scales, **options)
     timings, _ = measure(ctx, calls, iterations)
