@@ -1,8 +1,9 @@
 """Measures problems that nobody tuned for: python -m bench.sweep --seed S --problems N [--ranks R], from the root.
 
 A problem is drawn at random: its sizes, log-uniform and multiples of 1, 2, 8 or 64; its dtype, fp32 with and without
-TF32; the layouts of its operands; a bias or none, an activation or none. On one GPU `matmul` is measured beside torch's
-own calls, on several a fused operation beside NCCL + cuBLAS and torch's fused operators. The same seed draws the same
+TF32; the layouts of its operands; a bias or none, an activation or none. With --dtype fp8 all are of FP8 as torch takes
+it: K contiguous, K and N of a rank multiples of 16, a scale a row. On one GPU `matmul` is measured beside torch's own
+calls, on several a fused operation beside NCCL + cuBLAS and torch's fused operators. The same seed draws the same
 problems anywhere. Results are checked first. With --shape the sizes are given, and each is also measured rounded up to
 multiples of 8.
 
@@ -25,16 +26,18 @@ from rich.table import Table
 import tkernels
 from bench.provenance import provenance
 from bench.records import FUSED, geometric_mean
-from bench.run import CASE_TIMEOUT_S, Report, open_ranks, reported
+from bench.run import ACCUMS, CASE_TIMEOUT_S, Report, open_ranks, reported
 from bench.sweep_rank import compile_problems, measure_problem
 from tkernels import shapes
 from tkernels.cli import count, file_to_write
-from tkernels.gemm import ACTIVATIONS
+from tkernels.configs import result_dtype
+from tkernels.gemm import ACTIVATIONS, precision
 from tkernels.gpus import H200
 
 LAYOUTS = ("TN", "NN", "NT", "TT")
 MULTIPLES = (1, 2, 8, 64)
-PRECISIONS = {"bf16": "ieee", "fp16": "ieee", "fp32": "ieee", "tf32": "tf32"}  # by the name of a dtype
+PRECISIONS = {"bf16": "ieee", "fp16": "ieee", "fp32": "ieee", "tf32": "tf32"}  # by the name of a dtype that is drawn
+FP8_MULTIPLE = 16  # of K and N of each rank, for torch; our kernels take any N
 MOST_BYTES, MOST_S = 8 << 30, 0.05  # of the operands and the result, and of cuBLAS on an H200; larger ones aren't taken
 WORST, LOW = 20, 0.95
 ENOUGH_S, MOST_ITERATIONS, LEAST_ITERATIONS = 0.06, 31, 5  # short ones are measured more often
@@ -42,7 +45,10 @@ ENOUGH_S, MOST_ITERATIONS, LEAST_ITERATIONS = 0.06, 31, 5  # short ones are meas
 
 @dataclass(frozen=True)
 class Drawn:
-    """A problem of a sweep. M, N, K: over all ranks. dtype: a name of PRECISIONS. aligned: rounded up from these."""
+    """A problem of a sweep. M, N, K: over all ranks. dtype: a name of PRECISIONS, or fp8.
+
+    aligned: rounded up from these. fast_accum: of FP8, None of others.
+    """
 
     operation: str
     M: int
@@ -54,15 +60,16 @@ class Drawn:
     activation: str | None = None
     number: int = 0
     aligned: bool = False
+    fast_accum: bool | None = None
 
     op, torch_dtype = (
         property(lambda self: "sweep"),
-        property(lambda self: shapes.DTYPES.get(self.dtype, torch.float32)),
+        property(lambda self: shapes.WITH_FP8.get(self.dtype, torch.float32)),
     )
 
     @property
     def precision(self) -> str:
-        return PRECISIONS[self.dtype]
+        return PRECISIONS.get(self.dtype) or precision(self.torch_dtype, self.fast_accum)
 
     @property
     def shape(self) -> str:
@@ -70,7 +77,8 @@ class Drawn:
 
     @property
     def bytes(self) -> int:
-        return (self.M * self.K + self.N * self.K + self.M * self.N) * self.torch_dtype.itemsize
+        operands, result = self.M * self.K + self.N * self.K, self.M * self.N
+        return operands * self.torch_dtype.itemsize + result * result_dtype(self.torch_dtype).itemsize
 
     @property
     def library_s(self) -> float:
@@ -84,6 +92,7 @@ class Drawn:
     def __str__(self):
         ends = [
             self.dtype,
+            *(["precise"] if self.fast_accum is False else []),
             self.layout,
             *(["bias"] if self.bias else []),
             *([self.activation] if self.activation else []),
@@ -91,8 +100,13 @@ class Drawn:
         return f"{self.operation} {self.shape} {' '.join(ends)}"
 
 
-def draw(seed: int, number: int, ranks: int = 1, most: tuple[int, int] = (65536, 60000)) -> tuple[list[Drawn], int]:
-    """That many problems, and how many draws were too large to take. most: M, and N and K, of the largest."""
+def draw(
+    seed: int, number: int, ranks: int = 1, most: tuple[int, int] = (65536, 60000), fast_accum: bool | None = None
+) -> tuple[list[Drawn], int]:
+    """That many problems, and how many draws were too large to take. most: M, and N and K, of the largest.
+
+    fast_accum: if not None, all are of FP8, of the sizes that the seed draws, rounded up to what torch takes.
+    """
     rng, found, refused = random.Random(seed), [], 0
     while len(found) < number:
         multiple = rng.choice(MULTIPLES)
@@ -108,11 +122,20 @@ def draw(seed: int, number: int, ranks: int = 1, most: tuple[int, int] = (65536,
         elif ranks > 1:
             K = -(-K // ranks) * ranks
         problem = Drawn(operation, M, N, K, dtype, layout, bias, activation, len(found))
+        if fast_accum is not None:
+            problem = in_fp8(problem, ranks, fast_accum)
         if problem.bytes > MOST_BYTES or problem.library_s > MOST_S:
             refused += 1
         else:
             found.append(problem)
     return found, refused
+
+
+def in_fp8(problem: Drawn, ranks: int, fast_accum: bool) -> Drawn:
+    """The problem in FP8, of sizes that torch takes."""
+    N, K = (ranks, 1) if problem.operation == "all_gather_matmul" else (1, ranks)
+    N, K = (-(-size // (FP8_MULTIPLE * by)) * FP8_MULTIPLE * by for size, by in ((problem.N, N), (problem.K, K)))
+    return replace(problem, N=N, K=K, dtype="fp8", layout="TN", fast_accum=fast_accum)
 
 
 def _size(rng: random.Random, least: int, most: int, multiple: int) -> int:
@@ -121,15 +144,18 @@ def _size(rng: random.Random, least: int, most: int, multiple: int) -> int:
     return size // multiple * multiple or size
 
 
-def given(text: str, layouts: list[str], dtype: str) -> list[Drawn]:
-    """The problems of MxNxK, with commas between them, each also rounded up. Raises ValueError for other texts."""
+def given(text: str, layouts: list[str], dtype: str, fast_accum: bool | None = None) -> list[Drawn]:
+    """The problems of MxNxK, with commas between them, each also rounded up. Raises ValueError for other texts.
+
+    fast_accum: as for `draw`.
+    """
     found = []
     for M, N, K in shapes.find(["matmul"], text.split(","))["matmul"].values():
         for layout in layouts:
             one = Drawn("matmul", M, N, K, dtype, layout, number=len(found))
             M8, N8, K8 = (-(-size // 8) * 8 for size in (M, N, K))
             found += [one, replace(one, M=M8, N=N8, K=K8, aligned=True)]
-    return found
+    return found if fast_accum is None else [in_fp8(one, 1, fast_accum) for one in found]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -141,7 +167,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=count, metavar="R", default=1, help="one GPU each; default: 1")
     parser.add_argument("--shape", metavar="MxNxK", help="these products instead, with commas between them; on one GPU")
     parser.add_argument("--layout", default="TN", help="with --shape: TN (default), NN, NT, TT, with commas")
-    parser.add_argument("--dtype", default="bf16", choices=PRECISIONS, help="with --shape; default: bf16")
+    parser.add_argument(
+        "--dtype", choices=(*PRECISIONS, "fp8"), help="with --shape, default: bf16; fp8: of problems that are drawn too"
+    )
+    parser.add_argument("--accum", choices=ACCUMS, help="of fp8: fast or precise (fast_accum=False); default: fast")
     parser.add_argument("--budget", type=float, metavar="S", help="start no problem after so many seconds")
     parser.add_argument("--json", type=file_to_write, metavar="PATH", help="append one JSON line for each problem")
     args = parser.parse_args(argv)
@@ -150,8 +179,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--budget {args.budget:g}: give seconds")
     if not simulated and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {args.ranks} needs a GPU each, and there are {torch.cuda.device_count()}")
+    if args.accum and args.dtype != "fp8":
+        parser.error(f"--accum {args.accum} is of fp8, and --dtype is {args.dtype or 'bf16'}")
+    fast_accum = ACCUMS[args.accum or "fast"] if args.dtype == "fp8" else None
     if args.shape is None:
-        args.drawn, args.refused = draw(args.seed, args.problems, args.ranks, (64, 64) if simulated else (65536, 60000))
+        if args.dtype not in (None, "fp8"):
+            parser.error(f"--dtype {args.dtype} is of problems that --shape gives; drawn are all, or those of fp8")
+        most = (64, 64) if simulated else (65536, 60000)
+        args.drawn, args.refused = draw(args.seed, args.problems, args.ranks, most, fast_accum)
         return args
     layouts = args.layout.split(",")
     if unknown := [layout for layout in layouts if layout not in LAYOUTS]:
@@ -159,7 +194,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.ranks > 1:
         parser.error("--shape is for one GPU; bench.run measures fused operations on shapes that are given")
     try:
-        args.drawn, args.refused = given(args.shape, layouts, args.dtype), 0
+        args.drawn, args.refused = given(args.shape, layouts, args.dtype or "bf16", fast_accum), 0
     except ValueError as error:
         parser.error(f"--shape: {error}")
     return args

@@ -4,20 +4,21 @@ import dataclasses
 import time
 
 import torch
-import torch.nn.functional as F
 
 import tkernels
-from bench.baselines import padded
+from bench.baselines import gathering, multiplication
 from bench.compile import compile_ahead
 from bench.harness import usable_baselines, wrong
-from bench.problem import Case, Problem
+from bench.problem import Case, Problem, as_bytes, dequantized
 from tkernels.choice import product_way
 from tkernels.comm.context import Context
-from tkernels.comm.group import all_gather_single
+from tkernels.configs import FP8, result_dtype
 from tkernels.gemm import activation_reference, alignment_of, problem_of_product
 from tkernels.library import in_precision
 from tkernels.model import LIBRARY
-from tkernels.rounding import tolerance
+from tkernels.paths import choose_path
+from tkernels.quantize import quantize_reference
+from tkernels.rounding import fp8_error, tolerance
 from tkernels.timing import agree, measure
 
 CHECKED = 1024  # rows and columns that are compared with fp64
@@ -30,7 +31,8 @@ class Product:
     """A local product's operands on this GPU. problem: bench.sweep.Drawn; empty: of any contents, for the compiler."""
 
     def __init__(self, ctx: Context, problem, empty: bool = False):
-        self.problem, self.device, dtype = problem, ctx.device, problem.torch_dtype
+        self.problem, self.device, dtype = problem, ctx.device, result_dtype(problem.torch_dtype)
+        self.case = case_of(problem, problem.layout)
         generator = torch.Generator(ctx.device).manual_seed(problem.number)
 
         def matrix(rows, columns, turned):
@@ -42,29 +44,40 @@ class Product:
         M, N, K = problem.M, problem.N, problem.K
         self.x, self.w = matrix(M, K, problem.layout[1] == "T"), matrix(N, K, problem.layout[0] == "N")
         self.bias = matrix(1, N, False)[0] if problem.bias else None
+        self.x_scale = self.w_scale = None
+        if problem.torch_dtype in FP8:
+            (self.x, self.x_scale), (self.w, self.w_scale) = (
+                quantize_reference(each, "row", problem.torch_dtype) for each in (self.x, self.w)
+            )
 
     def ours(self) -> torch.Tensor:
-        return tkernels.matmul(self.x, self.w, self.bias, self.problem.activation)
+        scaling = {}
+        if self.x_scale is not None:
+            scaling = {"x_scale": self.x_scale, "w_scale": self.w_scale, "fast_accum": self.problem.fast_accum}
+        return tkernels.matmul(self.x, self.w, self.bias, self.problem.activation, **scaling)
 
     def others(self) -> dict:
+        multiply = multiplication(self)
+
         def torchs():
-            return activation_reference(F.linear(self.x, self.w, self.bias), self.problem.activation)
+            return activation_reference(multiply(self.x, self.x_scale, self.bias), self.problem.activation)
 
         return {"cuBLAS": torchs}
 
     def path(self) -> str:
         each = self.problem
-        y = torch.empty((each.M, each.N), dtype=self.x.dtype, device="meta")
+        y = torch.empty((each.M, each.N), dtype=self.case.result_dtype, device="meta")
         problem = problem_of_product(self.x, self.w, y, each.precision, each.activation, each.bias)
         return product_way(problem)[0]
 
     def wrong(self, y: torch.Tensor) -> str | None:
         """What is wrong with a result: samples against fp64, all of it against torch's."""
         problem = self.problem
-        if tuple(y.shape) != (problem.M, problem.N) or y.dtype != self.x.dtype or not y.is_contiguous():
+        if tuple(y.shape) != (problem.M, problem.N) or y.dtype != self.case.result_dtype or not y.is_contiguous():
             return f"the result is {y.dtype} {tuple(y.shape)} with strides {y.stride()}"
         rows, columns = (_sample(size, self.device) for size in y.shape)
-        want = self.x[rows].double() @ self.w[columns].double().t()
+        x, w = ((self.x, self.x_scale), (self.w, self.w_scale))
+        want = part_of(x, rows).double() @ part_of(w, columns).double().t()
         want = activation_reference(
             want if self.bias is None else want + self.bias[columns].double(), problem.activation
         )
@@ -86,20 +99,19 @@ class Fused:
     def __init__(self, ctx: Context, problem, empty: bool = False):
         self.ctx, self.problem, device = ctx, problem, ctx.device
         layout = {"TT": "NT"}.get(problem.layout, problem.layout)  # a transposed x comes with a transposed w there
-        sizes = problem.M, problem.N, problem.K
-        self.case = Case(problem.operation, problem.shape, *sizes, problem.torch_dtype, layout)
+        self.case = case_of(problem, layout)
         self.plain = _Plain(ctx, self.case, "zeros" if empty else "normal")
         self.plain.problem = problem
         self.gathers = problem.operation == "all_gather_matmul"
         columns = problem.N // ctx.size if self.gathers else problem.N
         seed = ctx.rank if self.gathers else 0  # of a reduction, all ranks have the same bias
         generator = torch.Generator(device).manual_seed(seed)
-        bias = torch.randn(columns, generator=generator, device=device, dtype=problem.torch_dtype)
+        bias = torch.randn(columns, generator=generator, device=device, dtype=self.case.result_dtype)
         self.bias = bias if problem.bias else None
 
     def call(self, bias, activation, path=None) -> torch.Tensor:
         options = {} if "all_reduce" in self.problem.operation else {"rows": self.plain.rows}
-        operation = getattr(tkernels, self.problem.operation)
+        operation, options = getattr(tkernels, self.problem.operation), options | self.plain.scaling
         return operation(self.plain.x, self.plain.w, bias, activation, path=path, ctx=self.ctx, **options)
 
     def ours(self) -> torch.Tensor:
@@ -115,13 +127,10 @@ class Fused:
             if name in usable:
                 calls[name] = lambda call=usable[name]: self.finished(call())
         if self.gathers:  # cuBLAS adds the bias
-            (x, _), M = padded(self.plain), self.problem.M
-            out = x.new_empty((x.shape[0] * self.ctx.size, x.shape[1]))
-            group = self.ctx.group.process_group
+            gather, multiply = gathering(self.plain, self.ctx.group.process_group), multiplication(self.plain)
 
             def serial():
-                all_gather_single(out, x, group=group)
-                y = F.linear(out, self.plain.w, self.bias)[:M]
+                y = multiply(*gather(), self.bias)[: self.problem.M]
                 return activation_reference(y, self.problem.activation)
 
             calls["serial"] = serial
@@ -132,7 +141,8 @@ class Fused:
 
     def path(self) -> str:
         each = self.problem
-        return tkernels.explain(each.operation, each.M, each.N, each.K, each.torch_dtype, ctx=self.ctx).path
+        sent = each.M, each.K if self.gathers else each.N, each.torch_dtype
+        return choose_path(self.ctx, each.operation, *sent, None, None, each.precision)
 
     def wrong(self, y: torch.Tensor) -> str | None:
         """What is wrong: the product against fp64, the epilogue against torch's of that product."""
@@ -151,8 +161,27 @@ class _Plain(Problem):
 
 def allowed(problem, roundings: int) -> tuple[float, float]:
     """(atol, rtol) of a result of operands of unit variance; in TF32 those of each product count."""
-    atol, rtol = tolerance(problem.torch_dtype, problem.K + 1, roundings)
+    atol, rtol = tolerance(result_dtype(problem.torch_dtype), problem.K + 1, roundings)
+    if problem.torch_dtype in FP8:
+        atol += fp8_error(problem.K, problem.fast_accum)
     return atol + (6 * TF32_ULP * problem.K**0.5 if problem.precision == "tf32" else 0.0), rtol
+
+
+def case_of(problem, layout: str) -> Case:
+    """The case of bench.run that the problem is without its epilogue. layout: of those that bench.run knows."""
+    op = "gemm" if problem.operation == "matmul" else problem.operation
+    sizes = problem.M, problem.N, problem.K
+    return Case(op, problem.shape, *sizes, problem.torch_dtype, layout, problem.fast_accum)
+
+
+def part_of(operand: tuple[torch.Tensor, torch.Tensor | None], rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of an operand and its scales, dequantized."""
+    return dequantized(*(each if each is None else as_bytes(each)[rows].view(each.dtype) for each in operand))
+
+
+def as_fp32(problem) -> str:
+    """How fp32 is multiplied beside the problem."""
+    return "tf32" if problem.dtype == "tf32" else "ieee"
 
 
 def _sample(size: int, device) -> torch.Tensor:
@@ -188,7 +217,7 @@ def compile_problems(ctx: Context, problems: list, budget_s: float) -> dict[str,
 
     def call(problem):
         if agree(ctx, "late" if time.monotonic() > deadline else None) is None:
-            with in_precision(problem.precision):
+            with in_precision(as_fp32(problem)):
                 opened(ctx, problem, empty=True).ours()
 
     with torch.no_grad():
@@ -198,7 +227,7 @@ def compile_problems(ctx: Context, problems: list, budget_s: float) -> dict[str,
 
 def measure_problem(ctx: Context, problem) -> dict:
     """Collective. The record of a problem, or {"refused": why}."""
-    with torch.no_grad(), in_precision(problem.precision):
+    with torch.no_grad(), in_precision(as_fp32(problem)):
         one = opened(ctx, problem)
         y = one.ours()
         ctx.check()

@@ -280,4 +280,4 @@ def test_forget_choices_lets_records_be_read_again(monkeypatch):
 
 
 def test_bucket_has_a_right_example():
-    assert doctest.testmod(choice) == (0, 1)
+    assert doctest.testmod(choice) == (0, 2)

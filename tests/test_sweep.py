@@ -8,6 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from tkernels.comm import runtime
 
 
 def load(checkout, name: str):
@@ -37,6 +40,21 @@ def test_draw_gives_the_same_problems_of_every_kind_for_a_seed(checkout):
     for problem in sweep.draw(1, 100, 4)[0]:
         assert (problem.N if problem.operation == "all_gather_matmul" else problem.K) % 4 == 0
         assert problem.operation != "all_gather_matmul" or problem.layout in ("TN", "NN")
+
+
+@pytest.mark.quick
+def test_draw_of_fp8_has_the_sizes_of_the_seed_as_torch_takes_them(checkout):
+    sweep = load(checkout, "sweep")
+    usual, fp8 = sweep.draw(1, 20, 4)[0], sweep.draw(1, 20, 4, fast_accum=False)[0]
+    assert [problem.M for problem in fp8][:5] == [problem.M for problem in usual][:5]
+    for problem in fp8:
+        N, K = (4, 1) if problem.operation == "all_gather_matmul" else (1, 4)
+        assert problem.N % (16 * N) == problem.K % (16 * K) == 0 and problem.layout == "TN"
+        assert (problem.torch_dtype, problem.precision) == (torch.float8_e4m3fn, "promoted")
+        assert str(problem).split()[2:5] == ["fp8", "precise", "TN"]
+    assert sweep.given("8x24x40", ["NN"], "fp8", True)[0] == sweep.Drawn(
+        "matmul", 8, 32, 48, "fp8", "TN", fast_accum=True
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -82,10 +100,15 @@ def test_the_command_measures_given_sizes_rounded_up_as_well_and_stops_at_its_bu
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("fast_accum", [None, True, False], ids=["bf16", "fp8", "fp8-precise"])
 @pytest.mark.parametrize("operation", ["matmul", "all_gather_matmul", "matmul_reduce_scatter"])
-def test_a_wrong_result_is_refused(ctx, checkout, operation, monkeypatch):
+def test_a_wrong_result_is_refused(ctx, checkout, operation, fast_accum, monkeypatch):
     sweep, rank = load(checkout, "sweep"), load(checkout, "sweep_rank")
     problem = sweep.Drawn(operation, 33, 18, 16, "bf16", "NN", True, "silu")
+    if fast_accum is not None:
+        if not runtime.has_fp8():
+            pytest.skip("the GPU has no FP8")
+        problem = sweep.in_fp8(problem, ctx.size, fast_accum)
     assert "refused" not in rank.measure_problem(ctx, problem)
     kind = rank.Product if operation == "matmul" else rank.Fused
     ours = kind.ours

@@ -20,8 +20,8 @@ import tkernels
 from tkernels import cli, model, tune_command, tuned
 from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_config, problem_of
 from tkernels.comm import runtime
-from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import layout_of
+from tkernels.configs import GemmConfig, OverlapConfig, with_room_for
+from tkernels.gemm import layout_of, precision
 from tkernels.launch import RankError
 from tkernels.model import default_config
 from tkernels.timing import Timing
@@ -30,7 +30,7 @@ from tkernels.variants import MOST, SLOWER, changed, describe, flat, parse_grid,
 
 tune = importlib.import_module("tkernels.tune")  # tkernels.tune is its function
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-FP32 = torch.float32
+FP32, E4M3 = torch.float32, torch.float8_e4m3fn
 SHAPE = (64, 64, 64)
 
 
@@ -265,6 +265,8 @@ def test_a_result_that_cant_be_remembered_is_used_all_the_same(ctx, tmp_path):
         (Job(RS, 64, 65, 63), "K=63 doesn't divide by 2 ranks"),
         (Job(AG, 64, 64, 64, layout="NT"), "all_gather_matmul has no layout 'NT'; it takes TN, NN, pointers"),
         (Job(RS, 0, 64, 64), "must be at least 1"),
+        (Job(RS, 64, 64, 64, E4M3, "NN"), "matmul_reduce_scatter of float8_e4m3fn has no layout 'NN'; it takes TN"),
+        (Job(RS, 64, 64, 48, E4M3), "float8 takes a K, of each rank, that is a multiple of 16, but here it is 24"),
     ],
 )
 def test_what_cant_be_tuned_is_refused_in_a_sentence(job, said):
@@ -275,9 +277,52 @@ def test_what_cant_be_tuned_is_refused_in_a_sentence(job, said):
 @pytest.mark.quick
 def test_on_one_rank_the_product_alone_is_tuned():
     for operation in ("all", None):
-        asked = argparse.Namespace(operation=operation, shape="tiny", dtype="bf16", layout="TN")
+        asked = argparse.Namespace(operation=operation, shape="tiny", dtype="bf16", accum=None, layout="TN")
         assert {job.operation for job in tune_command.jobs_of(asked, 1)} == {"matmul"}
         assert {job.operation for job in tune_command.jobs_of(asked, 2)} == {"matmul", AG, RS, AR}
+
+
+def in_fp8(ctx, operation: str, fast_accum: bool):
+    """The configuration that calls of SHAPE get, as they look it up."""
+    sizes = Job(operation, *SHAPE, E4M3).local(ctx.size)
+    how = precision(E4M3, fast_accum)
+    if operation == "matmul":
+        return gemm_config(*sizes, E4M3, "TN", precision=how)
+    return with_room_for(overlap_config(ctx, operation, *sizes, E4M3, "TN", False, how), torch.bfloat16, E4M3, how)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_tuned_of_fp8_holds_for_fp8_alone_and_precise_sums_have_results_of_their_own(ctx, tmp_path):
+    if not runtime.has_fp8():
+        pytest.skip("the GPU has no FP8")
+    for operation, field in (("matmul", "group_m"), (AG, "num_comm"), (RS, "num_comm")):
+        try:
+            others = chosen_by_name(ctx, operation)
+            with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
+                for fast_accum, value in ((True, 1), (False, 3)):
+                    measure = times(functools.partial(best_with, f"{field}={value}"))
+                    options = {"ctx": ctx, "measure": measure, "grid": {field: [value]}, "fast_accum": fast_accum}
+                    outcome = tune.tune(operation, *SHAPE, E4M3, **options)
+                    assert flat(outcome.best.config)[field] == value and outcome.remembered
+                    # Until there are precise ones, those of fast sums count for both.
+                    found = [flat(in_fp8(ctx, operation, fast))[field] for fast in (True, False)]
+                    assert found == [1, value]
+                    assert chosen_by_name(ctx, operation) == others
+                saved, damaged = tuned.saved()
+            assert not damaged
+            names = [record["key"]["dtype"] for record in saved if record["key"]["operation"] == operation]
+            assert names == ["float8_e4m3fn", "float8_e4m3fn precise"]
+        finally:
+            forget_choices(ctx)
+
+
+def chosen_by_name(ctx, operation: str):
+    """What calls in bf16 and in fp32 get."""
+    sizes = Job(operation, *SHAPE).local(ctx.size)
+    dtypes = torch.bfloat16, FP32
+    if operation == "matmul":
+        return [gemm_config(*sizes, dtype, "TN") for dtype in dtypes]
+    return [overlap_config(ctx, operation, *sizes, dtype, "TN") for dtype in dtypes]
 
 
 @pytest.mark.ranks(2)
@@ -489,6 +534,6 @@ def test_ranks_have_time_for_the_budget_and_for_what_it_doesnt_count(monkeypatch
 
 @pytest.mark.quick
 def test_named_shapes_are_tuned_the_largest_product_first():
-    asked = argparse.Namespace(operation=AG, shape="tiny,tiny-wide,64x128x64", dtype="bf16", layout="TN")
+    asked = argparse.Namespace(operation=AG, shape="tiny,tiny-wide,64x128x64", dtype="bf16", accum=None, layout="TN")
     sizes = [(job.M, job.N, job.K) for job in tune_command.jobs_of(asked, 2)]
     assert sizes == [(128, 96, 160), (64, 128, 64), (64, 64, 64)]

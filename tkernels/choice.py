@@ -1,8 +1,10 @@
 """The configuration that a call without one gets: the tuned one of its bucket, else the model's choice.
 
 A tuned configuration is one that `tkernels tune` found on this machine, or one that comes with the package. It holds
-for a bucket: the sizes of a rank's local GEMM rounded up to powers of two, the dtype, and the layout. It is sent in the
-wire format by rule (model.wire_of), so ranks need not choose alike. A repeated lookup costs one dictionary access.
+for a bucket: the sizes of a rank's local GEMM rounded up to powers of two, the dtype, and the layout; products of FP8
+without fast accumulation have buckets of their own, and where these are empty, take the tiles of those with it, made
+narrower. It is sent in the wire format by rule (model.wire_of), so ranks need not choose alike. A repeated lookup costs
+one dictionary access.
 """
 
 import functools
@@ -48,6 +50,8 @@ from tkernels.model import (
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MAX_CHOICES = 4096  # configurations that a context keeps
 
+PRECISE = " precise"  # behind the name of a dtype of FP8, in a key: without fast accumulation
+
 Bucket = tuple  # (operation, M, N, K, dtype, layout)
 
 
@@ -68,6 +72,10 @@ class Choices(dict):
         else:
             self.tuned[key] = config
             self.clear()
+
+    def found(self, *call) -> GemmConfig | OverlapConfig | None:
+        """What was tuned for the bucket of a call, (operation, M, N, K, dtype, layout, precision); else None."""
+        return self.tuned.get(bucket(*call)) or self.tuned.get(bucket(*call[:-1]))
 
 
 _choices: weakref.WeakKeyDictionary[Context, Choices] = weakref.WeakKeyDictionary()
@@ -113,7 +121,7 @@ def gemm_config(
         known = _choices_without_context()
     key = (M, N, K, dtype, layout, stored, gpu, precision)
     if key not in known:
-        config = known.tuned.get(bucket("matmul", M, N, K, dtype, layout))
+        config = known.found("matmul", M, N, K, dtype, layout, precision)
         config = for_precision(config or default_config(M, N, dtype, layout != "pointers", gpu), precision)
         if stored is not None and stored.itemsize > result_dtype(dtype).itemsize:
             config = replace(config, num_stages=min(config.num_stages, 3))
@@ -151,16 +159,19 @@ def product_way(problem: Problem) -> tuple[str, GemmConfig | None]:
 
 
 def overlap_config(
-    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False
-) -> OverlapConfig:
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False,
+    precision: str = "ieee",
+) -> OverlapConfig:  # fmt: skip
     """The configuration that a fused operation uses by default, where the local GEMM is x [M, K] times w [N, K].
 
-    sending: require comm programs that send into the two alternating inboxes.
+    sending: require comm programs that send into the two alternating inboxes. precision: as gemm.precision says it, of
+    what was tuned; the tiles are those of `with_room_for`.
     """
-    known, key = choices_of(ctx), (operation, M, N, K, dtype, layout, sending)
+    known, call = choices_of(ctx), (operation, M, N, K, dtype, layout)
+    key = *call, sending, precision
     if key not in known:
-        problem = problem_of(ctx, *key)
-        _keep(known, key, _adapted(known.tuned.get(bucket(*key[:-1])), problem) or choose(problem))
+        problem = problem_of(ctx, *call, sending)
+        _keep(known, key, _adapted(known.found(*call, precision), problem) or choose(problem))
     return known[key]
 
 
@@ -191,19 +202,25 @@ def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | 
     return config.with_wire(wire)
 
 
-def bucket(operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Bucket:
+def bucket(
+    operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, precision: str = "ieee"
+) -> Bucket:  # fmt: skip
     """The key of a problem's bucket: its sizes are rounded up to powers of two.
 
     >>> bucket("matmul", 1, 1536, 8192, torch.bfloat16, "TN")
     ('matmul', 1, 2048, 8192, 'bfloat16', 'TN')
+    >>> bucket("matmul", 1, 1536, 8192, torch.float8_e4m3fn, "TN", "promoted")
+    ('matmul', 1, 2048, 8192, 'float8_e4m3fn precise', 'TN')
     """
-    return operation, *(1 << (max(size, 1) - 1).bit_length() for size in (M, N, K)), name_of(dtype), layout
+    sizes = (1 << (max(size, 1) - 1).bit_length() for size in (M, N, K))
+    return operation, *sizes, name_of(dtype) + PRECISE * (precision == "promoted"), layout
 
 
 def read_record(record: dict) -> tuple[Bucket, GemmConfig | OverlapConfig]:
     """(bucket's key, configuration) of a record with unchecked contents. Raises ValueError if they are invalid."""
     operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
-    known = operation in OPERATIONS and dtype in map(name_of, DTYPES + FP8) and layout in LAYOUTS
+    fp8 = [name_of(each) + how for each in FP8 for how in ("", PRECISE)]
+    known = operation in OPERATIONS and dtype in [*map(name_of, DTYPES), *fp8] and layout in LAYOUTS
     whole = all(isinstance(size, int) and size > 0 and not size & (size - 1) for size in sizes)
     if not (known and whole):
         raise ValueError(f"there is no bucket {key}")

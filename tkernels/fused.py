@@ -64,7 +64,9 @@ class FusedCall(NamedTuple):
         config = self.config
         if config is None:
             M, (N, K) = self.sent_shape(x, w)[0], w.shape
-            config = overlap_config(ctx, self.operation, M, N, K, x.dtype, layout_of(x, w))
+            config = overlap_config(
+                ctx, self.operation, M, N, K, x.dtype, layout_of(x, w), precision=self.precision
+            )  # fmt: skip
             config = with_room_for(config, stored, x.dtype, self.precision)
         check_mapped(self.operation, ctx, config)
         return config

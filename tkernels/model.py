@@ -346,7 +346,7 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
                 f"shared memory: {stages} stages of {tile} take {pipeline}, and beside them slices of results and sums "
                 f"{stored}, of {shared} bytes"
             )
-    sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps)
+    sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps) * (2 if problem.precision == "promoted" else 1)
     if sums > 3 * REGISTERS // 4:
         return f"registers: {gemm.num_warps} warps hold {sums} sums a thread, of {REGISTERS} registers"
     if (gemm.block_m, gemm.block_n, gemm.block_k) != (known.block_m, known.block_n, known.block_k):

@@ -133,10 +133,10 @@ def usual_product(M: int, N: int, K: int, dtype: torch.dtype, precision: str, **
     return problem_of_product(x, w, torch.empty(M, N, dtype=result_dtype(dtype), device="meta"), precision, **place)
 
 
-def check_depth(K: int, dtype: torch.dtype):
+def check_depth(K: int, dtype: torch.dtype, caller: str = "explain"):
     """Raises ValueError for a K, of one rank, that FP8 can't have."""
     if dtype in FP8 and K % 16:
-        raise ValueError(f"explain: float8 takes a K, of each rank, that is a multiple of 16, but here it is {K}")
+        raise ValueError(f"{caller}: float8 takes a K, of each rank, that is a multiple of 16, but here it is {K}")
 
 
 def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:

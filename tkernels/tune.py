@@ -20,17 +20,29 @@ from rich.console import Console
 from rich.status import Status
 
 from tkernels import model, operators, tuned
-from tkernels.choice import KEY, bucket, choices_of, forget_calls, problem_of
+from tkernels.choice import KEY, PRECISE, bucket, choices_of, forget_calls, problem_of
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import FP8, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, name_of
-from tkernels.gemm import layout_of
-from tkernels.paths import Choice, explain, local_sizes
-from tkernels.rounding import tolerance
+from tkernels.configs import (
+    FP8,
+    LAYOUTS,
+    OPERATIONS,
+    GemmConfig,
+    OverlapConfig,
+    for_precision,
+    name_of,
+    result_dtype,
+    with_room_for,
+)
+from tkernels.gemm import Scales, layout_of, precision
+from tkernels.library import multiply_scaled_into
+from tkernels.paths import Choice, check_depth, explain, local_sizes
+from tkernels.quantize import quantize_reference
+from tkernels.rounding import fp8_error, tolerance
 from tkernels.timing import agree
 from tkernels.timing import measure as measure_all
 from tkernels.variants import check_grid, describe, product, variants
@@ -46,6 +58,7 @@ class Job:
     """What to tune.
 
     operation: one of configs.OPERATIONS. M, N, K: over all ranks. layout: as gemm.layout_of names it.
+    fast_accum: of FP8, as in tkernels.matmul.
     """
 
     operation: str
@@ -54,9 +67,15 @@ class Job:
     K: int
     dtype: torch.dtype = torch.bfloat16
     layout: str = "TN"
+    fast_accum: bool = True
 
     def __str__(self):
-        return f"{self.operation} {self.M}x{self.N}x{self.K} {name_of(self.dtype)} {self.layout}"
+        how = PRECISE * (self.precision == "promoted")
+        return f"{self.operation} {self.M}x{self.N}x{self.K} {name_of(self.dtype)}{how} {self.layout}"
+
+    @property
+    def precision(self) -> str:
+        return precision(self.dtype, self.fast_accum)
 
     def check(self, ranks: int):
         """Raises ValueError for a job that cannot be tuned on that many ranks."""
@@ -70,14 +89,17 @@ class Job:
         if min(self.M, self.N, self.K) < 1:
             raise ValueError(f"tune: M={self.M}, N={self.N}, K={self.K} must be at least 1")
         takes = LAYOUTS if self.operation != "all_gather_matmul" else ("TN", "NN", "pointers")
+        takes = ("TN",) if self.dtype in FP8 else takes
         if self.layout not in takes:
-            raise ValueError(f"tune: {self.operation} has no layout {self.layout!r}; it takes {', '.join(takes)}")
+            of = f" of {name_of(self.dtype)}" if self.dtype in FP8 else ""
+            raise ValueError(f"tune: {self.operation}{of} has no layout {self.layout!r}; it takes {', '.join(takes)}")
         for name in {"all_gather_matmul": "N", "matmul": ""}.get(self.operation, "K"):
             if getattr(self, name) % ranks:
                 raise ValueError(
                     f"tune: {name}={getattr(self, name)} doesn't divide by {ranks} ranks; tune the next larger one "
                     f"that does, it is in the same bucket or the next"
                 )
+        check_depth(self.local(ranks)[2], self.dtype, "tune")
 
     def local(self, ranks: int) -> tuple[int, int, int]:
         """M, N, K of one rank's local GEMM."""
@@ -102,31 +124,47 @@ class Job:
 
     def key(self, ranks: int) -> tuple:
         """The bucket that the result holds for."""
-        return bucket(self.operation, *self.local(ranks), self.dtype, self.layout_of_calls(ranks))
+        return bucket(self.operation, *self.local(ranks), self.dtype, self.layout_of_calls(ranks), self.precision)
 
 
 class Operands:
-    """Random operands of this rank: x, w, and `gathered`, the x of its local GEMM, for the comparison with cuBLAS."""
+    """Random operands of this rank: x, w, and `gathered`, the x of its local GEMM, for the comparison with cuBLAS.
+
+    Of FP8 each row has a scale: scales, those of x and w, and gathered_scale.
+    """
 
     def __init__(self, ctx: Context, job: Job, seed: int):
         self.ctx, self.job = ctx, job
         M, _, K = job.local(ctx.size)
         self.rows = split_rows(M, ctx.size)
         generator = torch.Generator(ctx.device).manual_seed(seed * ctx.size + ctx.rank)
-        make = functools.partial(torch.randn, generator=generator, device=ctx.device, dtype=job.dtype)
+        dtype = result_dtype(job.dtype)
+        make = functools.partial(torch.randn, generator=generator, device=ctx.device, dtype=dtype)
         self.x, self.w = job.operands(ctx.size, ctx.rank, make)
         self.gathered = job.matrix(M, K, False, make) if job.operation == "all_gather_matmul" else self.x
+        self.scales = self.gathered_scales = None
+        if job.dtype in FP8:
+            (self.x, x), (self.w, w), (self.gathered, gathered) = (
+                quantize_reference(each, "row", job.dtype) for each in (self.x, self.w, self.gathered)
+            )
+            self.scales, self.gathered_scales = Scales(x, w), Scales(gathered, w)
 
     def run(self, config) -> torch.Tensor:
         """Collective, except for matmul. The result with `config`; None: the call chooses its configuration."""
         options = {} if self.job.operation == "matmul" else {"path": "fused", "ctx": self.ctx}
         if self.job.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
             options["rows"] = self.rows
+        if self.scales:
+            options |= {"x_scale": self.scales.x, "w_scale": self.scales.w, "fast_accum": self.job.fast_accum}
         return getattr(operators, self.job.operation)(self.x, self.w, config=config, **options)
 
     def library(self) -> torch.Tensor:
         """This rank's local GEMM alone, by torch (cuBLAS on GPUs)."""
-        return torch.mm(self.gathered, self.w.t())
+        if self.scales is None:
+            return torch.mm(self.gathered, self.w.t())
+        y = self.scales.x.new_empty((len(self.gathered), len(self.w)), dtype=result_dtype(self.job.dtype))
+        multiply_scaled_into(y, self.gathered, self.w, None, self.gathered_scales, self.job.precision)
+        return y
 
 
 @dataclass(frozen=True)
@@ -176,6 +214,7 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     *,
     layout: str = "TN",
+    fast_accum: bool = True,
     ctx: Context | None = None,
     budget_s: float = BUDGET_S,
     grid: dict[str, list] | None = None,
@@ -188,6 +227,7 @@ def tune(
     M, N, K: over all ranks.
     layout: of w and x, in BLAS notation. TN: w as in nn.Linear. NN: w.t() of a [K, N] matrix. Where TMA cannot address
         matrices of these sizes, the result is stored for the layout "pointers", under which calls look it up.
+    fast_accum: of FP8, whose operands have a scale a row, as in `tkernels.matmul`. False has results of its own.
     budget_s: seconds after which no new round begins, except the last one, among the finalists. First calls do not
         count, which compile: many shapes share their kernels.
     grid: values by field; all their combinations are tried instead of the tuner's own candidates.
@@ -201,10 +241,8 @@ def tune(
     ctx = as_context(ctx, "tune: ctx")
     M, N, K = whole("tune: M", M, 1), whole("tune: N", N, 1), whole("tune: K", K, 1)
     check_torch_dtype("tune: dtype", dtype)
-    if dtype in FP8:
-        raise ValueError(f"tune: {dtype} is not tuned; operations take what the model chooses, or config=")
     check_type("tune: budget_s", budget_s, numbers.Real, "a number of seconds")
-    job = Job(operation, M, N, K, dtype, layout)
+    job = Job(operation, M, N, K, dtype, layout, fast_accum)
     job.check(ctx.size)
     check_grid({} if grid is None else grid, operation)
     console = Console(stderr=True, quiet=ctx.rank > 0)  # a line with the search's stage, if it is a terminal
@@ -247,16 +285,17 @@ class _Search:
         self.ctx, self.job, self.measure, self.status = ctx, job, measure, status
         self.began = time.monotonic()
         self.deadline = self.began + budget_s
-        self.problem = problem_of(ctx, job.operation, *job.local(ctx.size), job.dtype, job.layout_of_calls(ctx.size))
+        usual = problem_of(ctx, job.operation, *job.local(ctx.size), job.dtype, job.layout_of_calls(ctx.size))
+        self.problem = replace(usual, precision=job.precision)
         self.operands = [Operands(ctx, job, seed) for seed in (0, 1)]
         self.measured: dict[object, Measured] = {}
         self.library_us = 0.0
         if job.operation == "matmul":
             self.problem = replace(self.problem, ranks=1, programs=runtime.default_programs())
             M, N, _ = job.local(ctx.size)
-            self.default = model.default_config(M, N, job.dtype, self.problem.tma)
+            self.default = for_precision(model.default_config(M, N, job.dtype, self.problem.tma), job.precision)
         else:
-            self.default = model.choose(self.problem)
+            self.default = with_room_for(model.choose(usual), result_dtype(job.dtype), job.dtype, job.precision)
 
     def run(self, grid: dict[str, list] | None) -> Outcome:
         if (reason := self._try(self.default)) is not None:
@@ -317,7 +356,10 @@ class _Search:
         return reason and reason.split(": ", 1)[1]
 
     def _differs(self, expected: torch.Tensor, results: list[torch.Tensor]) -> str | None:
-        atol, rtol = tolerance(expected.dtype, self.job.K, roundings=self.ctx.size + 1)
+        job = self.job
+        atol, rtol = tolerance(expected.dtype, job.K, roundings=self.ctx.size + 1)
+        if job.dtype in FP8:
+            atol += fp8_error(job.K, job.fast_accum)
         right = all(torch.allclose(result, expected, atol=2 * atol, rtol=2 * rtol) for result in results)
         return None if right else "result: it is not the default's"
 

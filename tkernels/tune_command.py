@@ -29,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser):
         "wrong one; default: layers (simulated: tiny)",
     )  # fmt: skip
     parser.add_argument("--ranks", type=count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16",
+        help="fp8: e4m3 with a scale a row; default: bf16",
+    )  # fmt: skip
+    parser.add_argument(
+        "--accum", choices=("fast", "precise"), help="of fp8: precise: with fast_accum=False; default: fast"
+    )
     parser.add_argument(
         "--layout", choices=("TN", "NN", "NT", "TT", "pointers"), default="TN",
         help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; pointers: as "
@@ -60,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     instead = next((name for name in ("list", "export", "clear") if getattr(arguments, name)), None)
     if instead:  # of tuning
-        tuning = ("operation", "shape", "ranks", "dtype", "layout", "transport", "budget", "grid", "json")
+        tuning = ("operation", "shape", "ranks", "dtype", "accum", "layout", "transport", "budget", "grid", "json")
         given = [name for name in tuning if getattr(arguments, name) != arguments.parser.get_default(name)]
         if given:
             others = ["OP" if name == "operation" else f"--{name}" for name in given]
@@ -131,7 +137,8 @@ def search(ctx, job, budget_s: float, grid: dict):
     from tkernels.tune import tune
 
     sizes = job.operation, job.M, job.N, job.K, job.dtype
-    return tune(*sizes, layout=job.layout, ctx=ctx, budget_s=budget_s, grid=grid)
+    how = {"layout": job.layout, "fast_accum": job.fast_accum}
+    return tune(*sizes, **how, ctx=ctx, budget_s=budget_s, grid=grid)
 
 
 def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
@@ -147,9 +154,11 @@ def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
         asked = list(OPERATIONS) if ranks > 1 else ["matmul"]
     simulated = tkernels.RUNTIME == "simulated"
     names = (("tiny" if simulated else "layers") if arguments.shape is None else arguments.shape).split(",")
-    dtype, jobs = shapes.DTYPES[arguments.dtype], []
+    if arguments.accum and arguments.dtype != "fp8":
+        raise ValueError(f"--accum {arguments.accum} is of fp8, and --dtype is {arguments.dtype}")
+    how, jobs = (shapes.WITH_FP8[arguments.dtype], arguments.layout, arguments.accum != "precise"), []
     for operation, found in shapes.find(asked, names).items():
-        jobs += [Job(operation, *sizes, dtype, arguments.layout) for sizes in found.values()]
+        jobs += [Job(operation, *sizes, *how) for sizes in found.values()]
     for job in jobs:
         job.check(ranks)
         if simulated and (refusal := shapes.interpreter_refusal((job.M, job.N, job.K))):

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from tkernels import model
 from tkernels.comm.arguments import check_type
-from tkernels.configs import GemmConfig, OverlapConfig, Wire, by_copy_engine, check_field
+from tkernels.configs import FP8, GemmConfig, OverlapConfig, Wire, by_copy_engine, check_field
 from tkernels.gpus import SIMULATED
 
 MOST = 24  # variants that are measured, unless a grid names them
@@ -22,6 +22,7 @@ TILES = [
         (64, 64, 128, 4, 4, 1),
     ]
 ]  # fmt: skip
+FP8_TILES = [tile | {"block_k": 2 * tile["block_k"]} for tile in TILES]  # of as many bytes
 SIMULATED_TILES = [{"block_m": size, "block_n": size, "block_k": size} for size in (32, 64)]
 SENDERS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 24)  # comm programs
 COPIES = (1, 2, 4)  # to each peer
@@ -41,7 +42,8 @@ def variants(default: GemmConfig | OverlapConfig, problem: model.Problem) -> tup
     them; and single changes of the default.
     """
     refused, found = Counter(), {}  # prediction, and how soon to take it, by configuration
-    for number, tile in enumerate([{}, *(SIMULATED_TILES if problem.gpu is SIMULATED else TILES)]):
+    tiles = SIMULATED_TILES if problem.gpu is SIMULATED else FP8_TILES if problem.dtype in FP8 else TILES
+    for number, tile in enumerate([{}, *tiles]):
         place = itertools.count(1)
         for ways in _ways(default, problem):
             others = [_possible(default, tile | way, problem, refused) for way in ways]

@@ -179,9 +179,10 @@ class Plan:
         if num_comm is None:
             return None
         (N, K), operation = w.shape, OPERATIONS[self.pattern]
-        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w), sending=True)
+        precision = self.problem.precision
+        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w), True, precision)
         stored = max(self.wire, dtype, key=lambda each: each.itemsize)
-        return dataclasses.replace(with_room_for(config, stored, x.dtype, self.problem.precision), num_comm=num_comm)
+        return dataclasses.replace(with_room_for(config, stored, x.dtype, precision), num_comm=num_comm)
 
     def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:
         """The bias gradient in fp32: y [n, m] summed over n, or an operand, as passed by the user, summed over k."""
