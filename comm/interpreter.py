@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import operator
 import os
 import random
@@ -498,8 +499,7 @@ class Builder(stock.InterpreterBuilder):
     def create_descriptor_load(self, desc, indices, *cache):
         loaded = super().create_descriptor_load(desc, indices, *cache)
         if desc.padding == ir.PADDING_OPTION.PAD_NAN and _is_bf16(loaded):  # stock casts NaN to an integer
-            mask = desc.materialize_pointers(indices)[1]
-            loaded.data[~(mask if isinstance(mask, np.ndarray) else mask.data)] = 0x7FC0  # an array on triton 3.6
+            loaded.data[~_pointers_of_descriptor(desc, indices)[1].data] = 0x7FC0
         return loaded
 
 
@@ -511,17 +511,79 @@ class Semantic(stock.TritonSemantic):
     def binary_op_sanitize_overflow_impl(self, lhs, rhs, binary_op):
         """Check integer arithmetic for overflow, in numpy.
 
-        The stock check takes five operations and more than a third of a kernel's time.
+        The stock check takes five operations and more than a third of a kernel's time. Here the bounds of the operands
+        mostly tell that no element can overflow.
         """
         dtype = lhs.type.scalar
         if dtype.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
             return
-        lhs, rhs = (x.handle.data.astype(np.int64) for x in (lhs, rhs))
-        exact = self._EXACT[binary_op.__name__](lhs, rhs)
-        low, high = exact.min(), exact.max()
-        if low < dtype.get_int_min_value() or high > dtype.get_int_max_value():
-            found = low if low < dtype.get_int_min_value() else high
-            raise OverflowError(f"{binary_op.__name__} gives {found}, which {dtype} can't hold; cast to int64 before")
+        exact = self._EXACT[binary_op.__name__]
+        lowest, highest = dtype.get_int_min_value(), dtype.get_int_max_value()
+        lhs, rhs = lhs.handle.data, rhs.handle.data
+        if all(lowest <= exact(x, y) <= highest for x in _bounds(lhs) for y in _bounds(rhs)):
+            return
+        results = exact(lhs.astype(np.int64), rhs.astype(np.int64))
+        for found in (results.min(), results.max()):
+            if not lowest <= found <= highest:
+                name = binary_op.__name__
+                raise OverflowError(f"{name} gives {found}, which {dtype} can't hold; cast to int64 before")
+
+    @functools.cache  # noqa: B019  (there is one builder, and one of these)
+    def computation_type_impl(self, *types):
+        return super().computation_type_impl(*types)
+
+
+def _bounds(values: np.ndarray) -> tuple[int, ...]:
+    return (values.item(),) if values.size == 1 else (int(values.min()), int(values.max()))
+
+
+# A third of a kernel's time goes into the shapes and types of its tensors, which stock makes anew for each.
+
+_init_stock_block_type = tl.core.block_type.__init__
+
+
+@functools.cache
+def _block_type_of_int32(shape: tuple[int, ...]) -> tuple[dict, str]:
+    """Its attributes, and its shape in words."""
+    made = object.__new__(tl.core.block_type)
+    _init_stock_block_type(made, tl.int32, list(shape))
+    return vars(made), str(made.shape)
+
+
+def _init_block_type(block_type, element_ty, shape):
+    attributes, text = _block_type_of_int32(tuple(map(_without_constexpr, shape)))
+    vars(block_type).update(attributes, element_ty=element_ty, name=f"<{text}, {element_ty}>")
+
+
+_equals_stock_dtype = tl.dtype.__eq__
+
+
+def _equals_dtype(dtype, other) -> bool:
+    return dtype is other or _equals_stock_dtype(dtype, other)
+
+
+@functools.cache
+def _shape_and_size(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def _init_tensor(tensor, handle, type):
+    tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+    tensor.shape, tensor.numel = _shape_and_size(tuple(type.shape) if type.is_block() else ())
+
+
+def _pointers_of_descriptor(descriptor, offsets):
+    """Pointers and mask of a descriptor's block; stock computes all that belongs to one dimension for each element."""
+    size = descriptor.base.dtype.element_ty.primitive_bitwidth // 8
+    assert (offsets[-1].data * size) % 16 == 0, "block offset start must be 16-byte aligned"
+    pointers, mask = descriptor.base.data.reshape(()), np.True_
+    for offset, length, stride, block in zip(
+        offsets, descriptor.shape, descriptor.strides, descriptor.block_shape, strict=True
+    ):
+        at = offset.data + np.arange(block)
+        pointers = pointers[..., None] + (size * at * stride.data).astype(np.uint64)
+        mask = mask[..., None] & (0 <= at) & (at < length.data)
+    return stock.TensorHandle(pointers, descriptor.base.dtype.scalar), stock.TensorHandle(mask, tl.int1)
 
 
 def _require_aligned(ptrs, mask):
@@ -639,6 +701,10 @@ def install() -> None:
     stock.interpreter_semantic.__class__ = stock.TritonSemantic = Semantic
     stock._get_np_dtype = _numpy_type
     stock.ReduceScanOpInterface.apply = _reduce_or_scan
+    stock.TensorDescHandle.materialize_pointers = _pointers_of_descriptor
+    tl.dtype.__eq__ = _equals_dtype
+    tl.core.block_type.__init__ = _init_block_type
+    tl.core.tensor.__init__ = _init_tensor
     stock.GridExecutor.__call__ = _launch_kernel
     stock.InterpretedFunction.__call__ = _call_device_function
     stock.InterpretedFunction.rewrite = _rewrite
