@@ -279,6 +279,9 @@ def test_one_program_suffices(ctx):
         tkernels.matmul_reduce_scatter(x, w, ctx=alone, path="fused")
     for way in (by_copies, interleaved):
         assert torch.equal(way(alone, RS, x, w), want)
+    assert torch.equal(tkernels.matmul_reduce_scatter(x, w, ctx=alone), want)
+    choice = tkernels.explain("matmul_reduce_scatter", 40, 16, 64, torch.float32, ctx=alone)
+    assert str(choice) == "plain: num_programs=1 leaves no program that multiplies while another one sends"
 
 
 class Meeting:

@@ -92,7 +92,7 @@ def explain(
         return explain_product(usual_product(M, N, K, dtype, precision(dtype)))
     ctx = as_context(ctx, "explain: ctx")
     width = K if operation == "all_gather_matmul" else N
-    choice = _choose(operation, M, width, dtype, ctx.size, precision(dtype), gpu_here())
+    choice = _choice(ctx, operation, M, width, dtype, precision(dtype))
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
         return choice
     local = local_sizes(operation, M, N, K, ctx.size)
@@ -174,7 +174,13 @@ def choose_path(
         if path not in PATHS:
             raise ValueError(f"{operation}: path={path!r} is unknown; use {', '.join(PATHS)} or None")
         return path
-    return "fused" if config is not None else _choose(operation, M, width, dtype, ctx.size, precision, gpu_here()).path
+    return "fused" if config is not None else _choice(ctx, operation, M, width, dtype, precision).path
+
+
+def _choice(ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, precision: str) -> Choice:
+    if ctx.size > 1 and ctx.num_programs == 1:
+        return Choice("plain", "num_programs=1 leaves no program that multiplies while another one sends")
+    return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here())
 
 
 @functools.lru_cache(maxsize=4096)
