@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import reprlib
 import sys
 import threading
 import time
@@ -213,6 +214,20 @@ class Group:
         if mine is not None:
             raise mine
 
+    def check_alike(self, caller: str, what: str, mine: dict, way_out: str):
+        """Collective. Raises MismatchError, the same on every rank, if values of `mine`, by name, differ over ranks.
+
+        caller, what, way_out: for the error: who compares, what has these values, in the plural, and what helps.
+        """
+        first, *others = self.gather(mine)
+        for rank, theirs in enumerate(others, 1):
+            if found := differing([first, theirs]):
+                name, *names = found
+                names.insert(0, f"{name} ({' and '.join(map(reprlib.repr, found[name]))})")
+                raise MismatchError(
+                    f"{caller}: the {what} of rank 0 and rank {rank} differ in {listed(names)}; {way_out}"
+                )
+
     @contextlib.contextmanager
     def during(self, describe):
         """Meetings in the block belong to a call. `describe()`: its name, and fields that all ranks have alike."""
@@ -265,14 +280,6 @@ def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the tensor's bits in order: for ranks that compare tensors that should be equal."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(bits.cpu().numpy().data)
-
-
-def first_difference(ranks: list[dict]) -> tuple[int, list] | None:
-    """The first rank whose dict differs from rank 0's, and the names that differ; None if all agree."""
-    for rank, theirs in enumerate(ranks):
-        if names := list(differing([ranks[0], theirs])):
-            return rank, names
-    return None
 
 
 def listed(names: list[str]) -> str:

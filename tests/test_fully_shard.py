@@ -752,7 +752,9 @@ def test_fully_shard_refuses_by_name(ctx):
         (lambda: FullyShard(model, Dense if ctx.rank else 3, mesh=mesh), TypeError, r"classes .* \(on rank 0\)"),
         (lambda: fully_shard(model.layers, mesh=mesh), ValueError, "a ModuleList has no forward"),
         (lambda: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()), ValueError, "CPUOffloadPolicy is"),
-        (lambda: fully_shard(model, mesh=mesh, reshard_after_forward=2), TypeError, "True, False or None"),
+        (lambda: fully_shard(model, mesh=mesh, reshard_after_forward="2"), TypeError, "False, an integer or None"),
+        (lambda: fully_shard(model, mesh=mesh, reshard_after_forward=4), ValueError, "over 4 of the 2 ranks"),
+        (lambda: fully_shard(model, mesh=mesh, dp_mesh_dims="dp"), ValueError, "example mesh"),
         (lambda: fully_shard(model, mesh=mesh, shard_placement_fn=Shard), ValueError, "along their first dimension"),
         (lambda: fully_shard(deferring, mesh=mesh), ValueError, "to backward_dw.* without delay_wgrad_compute"),
         (lambda: fully_shard(scalar, mesh=mesh), ValueError, r"scale of shape \(\) has no rows to split"),
@@ -769,11 +771,19 @@ def test_fully_shard_refuses_by_name(ctx):
         fully_shard(model, mesh=mesh, **({"offload_policy": CPUOffloadPolicy()} if ctx.rank == 1 else {}))
     message_on_every_rank(ctx, error.value)
     differing = Hybrid((Dense, Dense) if ctx.rank else (Dense,)).to(ctx.device)
-    with pytest.raises(MismatchError, match="rank 0 and rank 1 differ in layers.1.norm.weight") as error:
+    with pytest.raises(MismatchError, match="models of rank 0 and rank 1 differ in layers.1.norm.weight") as error:
         fully_shard(differing, mesh=mesh)
     message_on_every_rank(ctx, error.value)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
     assert isinstance(sharded.layers[:2], nn.ModuleList) and isinstance(sharded, FSDPModule)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("asked", "kept"), [(2, False), (1, True)])
+def test_fully_shard_takes_the_integers_of_reshard_after_forward_that_mean_all_or_one(ctx, asked, kept):
+    model = fully_shard(nn.Linear(3, 5).to(ctx.device), mesh=mesh_of(ctx), reshard_after_forward=asked)
+    model(torch.ones(2, 3, device=ctx.device))
+    assert isinstance(model.weight, DTensor) != kept
 
 
 @pytest.mark.ranks(2)

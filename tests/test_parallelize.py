@@ -536,7 +536,7 @@ def test_parallelize_refuses_plans_that_differ_between_ranks_before_anything_cha
         ({"out": "column"}, {"out": "row"}),
         ({"up": "column"}, {"up": {"style": "column", "gather_output": True}}),
     ):
-        with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ in the style or options of"):
+        with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ in"):
             parallelize(model, plans[ctx.rank], ctx)
     assert not any(isinstance(module, ParallelLinear) for module in model.modules())
     with pytest.raises(TypeError, match="plan=None must be 'auto', or a dict"):
@@ -622,7 +622,7 @@ def test_parallelize_refuses_a_plan_that_does_not_fit_and_changes_nothing(ctx):
     with torch.no_grad():
         model["down"].weight[0, 0] += ctx.rank
     with pytest.raises(
-        MismatchError, match="models of rank 0 and rank 1 differ in down.weight; make them from the same"
+        MismatchError, match="models of rank 0 and rank 1 differ in down.weight .*; make them from the same"
     ):
         parallelize(model, {"up": "column"}, ctx)
     assert dict(model.named_modules()) == before

@@ -42,13 +42,13 @@ from torch.utils._pytree import tree_leaves
 from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike
-from tkernels.comm.errors import LeaseError, MismatchError
-from tkernels.comm.group import checksum, first_difference
+from tkernels.comm.errors import LeaseError
+from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.norms import counts, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, by_size
 from tkernels.layers.data_parallel.values import ensure_params_ready, wait_in_modules
-from tkernels.layers.data_parallel.wire import Wire, open_wire
+from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_split
@@ -144,7 +144,12 @@ class OverlappedDDP(nn.Module):
             "grad_dtype": grad_dtype,
             "backend": backend,
         }
-        _check_agreement(whole, options, params)
+        layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
+        whole.group.check_alike("OverlappedDDP", "options and parameters", options | layouts, "pass the same on all")
+        whole.group.check_alike(
+            "OverlappedDDP", "values", {name: checksum(param) for name, param in params.items()},
+            "begin with the same parameters (one seed, or a broadcast of rank 0's)",
+        )  # fmt: skip
 
         dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
         self.module, self.dev, self.sharded = module, dev, sharded
@@ -581,23 +586,6 @@ def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype |
         for dtype in (param.dtype, grad_dtype or param.dtype):
             if dtype not in SUMMED:
                 raise TypeError(f"OverlappedDDP: {name}: sums float32, float16 and bfloat16, not {dtype}")
-
-
-def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]):
-    """Collective. Raises MismatchError, the same on every rank."""
-    layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
-    values = {name: checksum(param) for name, param in params.items()}
-    told = {"option": options, "parameter": layouts, "values of parameter": values}
-    everyone = whole.group.gather(told)
-    for what in told:
-        if difference := first_difference([each[what] for each in everyone]):
-            rank, (name, *_) = difference
-            ours, theirs = (everyone[at][what].get(name) for at in (0, rank))
-            found = "" if told[what] is values else f": {ours} and {theirs}"
-            raise MismatchError(
-                f"OverlappedDDP: ranks 0 and {rank} differ in {what} {name}{found}; all ranks must pass the same "
-                f"options and begin with the same parameters (one seed, or a broadcast of rank 0's)"
-            )
 
 
 @contextlib.contextmanager

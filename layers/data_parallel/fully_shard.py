@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tkernels.comm import Context, MismatchError, as_context
+from tkernels.comm import Context, as_context
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.collectives import SUMMED
-from tkernels.comm.group import first_difference, listed
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
 from tkernels.layers.owners import own, owner_of
@@ -40,7 +39,7 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | dist.ProcessGroup | Context | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -64,7 +63,7 @@ def fully_shard(
         None: all ranks.
     reshard_after_forward: whether to give the memory back between forward and backward. None: yes with
         strategy="parameters", but for the root, the module whose forward runs first. False takes memory of the unit's
-        own for good.
+        own for good. Of torch's integers, the number of ranks that parts are kept over, all is True and 1 is False.
     strategy: what is split over the ranks.
         "parameters": all: parameters, gradients and optimizer states (ZeRO 3).
         "gradients": the same, but parameters are gathered once in a step, in the order of their use (ZeRO 2).
@@ -83,9 +82,9 @@ def fully_shard(
     After a forward or backward that failed the next forward begins afresh, without a call of reset_iter_state.
 
     Raises ValueError or TypeError on every rank, before anything is changed, for what can't be sharded: CPU offload,
-    shard_placement_fn, an integer reshard_after_forward, parameters without a dimension or elements, parameters tied
-    across units (shard those modules as one list), layers that defer weight gradients. MismatchError if the ranks'
-    modules differ.
+    shard_placement_fn, dp_mesh_dims, a reshard_after_forward of some of the ranks, parameters without a dimension or
+    elements, parameters tied across units (shard those modules as one list), layers that defer weight gradients.
+    MismatchError if the ranks' modules differ.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     ranks = ranks_of(mesh, strategy)
@@ -94,7 +93,8 @@ def fully_shard(
         check_type("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy, "torch's MixedPrecisionPolicy")
         if strategy not in STRATEGIES:
             raise ValueError(f"fully_shard: strategy={strategy!r} is unknown; use one of {', '.join(STRATEGIES)}")
-        _refuse_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+        reshard_after_forward = _reshards(reshard_after_forward, ranks.parts)
+        _refuse_options(shard_placement_fn, offload_policy, dp_mesh_dims)
         whole("fully_shard: prefetch", prefetch)
         managed = _managed_modules(modules)
         places = _parameters_of(managed, ignored_params or set())
@@ -102,8 +102,12 @@ def fully_shard(
             _check_module(part)
         for name, homes in places.items():
             _check_parameter(name, _parameter_at(homes), mp_policy)
+    alike = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
+    for name, homes in places.items():
+        parameter = _parameter_at(homes)
+        alike[name] = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
     for ctx in ranks.contexts:
-        _check_alike(ctx, places, mp_policy=mp_policy, strategy=strategy, reshard_after_forward=reshard_after_forward)
+        ctx.group.check_alike("fully_shard", "models", alike, "shard the same model alike")
 
     beside = _tensor_parallel_mesh(modules)
     by_kind: dict[tuple, list[Parameter]] = {}
@@ -318,8 +322,20 @@ def ranks_of(mesh, strategy: str) -> DataParallelRanks:
     return DataParallelRanks(mesh, (Shard(0),), ctx)
 
 
-def _refuse_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims):
-    check_type("fully_shard: reshard_after_forward", reshard_after_forward, bool | None, "True, False or None")
+def _reshards(asked: bool | int | None, parts: int) -> bool | None:
+    """Whether to give the memory back after forward. Raises TypeError or ValueError for what can't be."""
+    check_type("fully_shard: reshard_after_forward", asked, bool | int | None, "True, False, an integer or None")
+    if asked is None or isinstance(asked, bool):
+        return asked
+    if asked not in (1, parts):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={asked} would keep parts over {asked} of the {parts} ranks, which is "
+            f"not supported; pass True to gather from all of them again, or False to keep the whole parameters"
+        )
+    return asked != 1
+
+
+def _refuse_options(shard_placement_fn, offload_policy, dp_mesh_dims):
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise ValueError("fully_shard: CPUOffloadPolicy is not supported; leave offload_policy out")
     if shard_placement_fn is not None:
@@ -420,16 +436,3 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
         )
     if isinstance(parameter, DTensor) and any(isinstance(p, Partial) for p in parameter.placements):
         raise ValueError(f"fully_shard: {name} is a sum that is still to be made, {parameter.placements}")
-
-
-def _check_alike(ctx: Context, places, **options):
-    """Collective. Raises MismatchError, on every rank, unless all are about to shard the same."""
-    mine = {name: repr(value) for name, value in options.items()}
-    for name, homes in places.items():
-        parameter = _parameter_at(homes)
-        mine[name] = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
-    if difference := first_difference(ctx.group.gather(mine)):
-        rank, names = difference
-        raise MismatchError(
-            f"fully_shard: rank 0 and rank {rank} differ in {listed(names)}; shard the same model alike"
-        )

@@ -22,7 +22,7 @@ from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_co
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
-from tkernels.comm.group import checksum, first_difference, listed
+from tkernels.comm.group import checksum, listed
 from tkernels.layers.data_parallel.engine import Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
@@ -519,9 +519,7 @@ def _by_kind(contexts: dict[torch.Tensor, Context]) -> dict:
 
 def _check(ctx: Context, asked: dict):
     """Collective. Raises the same error on every rank, for options that differ or are invalid."""
-    if difference := first_difference(ctx.group.gather(asked)):
-        rank, names = difference
-        raise MismatchError(f"ZeroOptimizer: ranks 0 and {rank} differ in {', '.join(names)}; all must pass the same")
+    ctx.group.check_alike("ZeroOptimizer", "options", asked, "all must pass the same")
     for name, values in CHOICES.items():
         if asked[name] not in values:
             raise ValueError(f"ZeroOptimizer: {name}={asked[name]!r} is unknown; use {' or '.join(map(repr, values))}")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
 from tkernels.comm.arguments import check_dense, check_torch_dtype, check_type, whole
-from tkernels.comm.group import checksum, first_difference
+from tkernels.comm.group import checksum
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
 from tkernels.layers.tensor_parallel.float8 import (
@@ -165,13 +165,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         options = ("in_features", "out_features", "partition_stride", *self._options)
         asked = {name: getattr(self, name) for name in options}
         asked |= {"bias": full.bias is not None, "dtype": full.weight.dtype}
-        everyone = ctx.group.gather((asked, checksum(state)))
-        if difference := first_difference([asked for asked, _ in everyone]):
-            rank, names = difference
-            raise MismatchError(
-                f"{type(self).__name__}: ranks 0 and {rank} differ in {', '.join(names)}; all must make the same layer"
-            )
-        digests = [digest for _, digest in everyone]
+        ctx.group.check_alike(type(self).__name__, "layers", asked, "all must make the same layer")
+        digests = ctx.group.gather(checksum(state))
         differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if differ:
             raise MismatchError(

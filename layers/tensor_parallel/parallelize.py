@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tkernels.comm import Context, MeshLike, MismatchError, as_context
+from tkernels.comm import Context, MeshLike, as_context
 from tkernels.comm.arguments import check_type
-from tkernels.comm.group import checksum, first_difference, listed
+from tkernels.comm.group import checksum
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import owner_of
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
@@ -308,19 +308,10 @@ def _check_equal(model: nn.Module, styles: dict[str, tuple[str, dict]], ctx: Con
     split them in the same way.
     """
     digests = {name: _digest(parameter) for name, parameter in model.named_parameters() if not is_split(parameter)}
-    everyone = ctx.group.gather((digests, {name: repr(style) for name, style in styles.items()}))
-    if difference := first_difference([styles for _, styles in everyone]):
-        rank, names = difference
-        raise MismatchError(
-            f"parallelize: the plans of rank 0 and rank {rank} differ in the style or options of {listed(names)}; pass "
-            f"one plan on every rank"
-        )
-    if difference := first_difference([digests for digests, _ in everyone]):
-        rank, names = difference
-        raise MismatchError(
-            f"parallelize: the models of rank 0 and rank {rank} differ in {listed(names)}; make them from the same "
-            f"seed or load the same state dict first"
-        )
+    plan = {name: repr(style) for name, style in styles.items()}
+    ctx.group.check_alike("parallelize", "plans", plan, "pass one plan on every rank")
+    way_out = "make them from the same seed or load the same state dict first"
+    ctx.group.check_alike("parallelize", "models", digests, way_out)
 
 
 def _digest(parameter: torch.Tensor):

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import (
     style,
 )
 
-from tkernels.comm import Context, MeshLike, MismatchError
+from tkernels.comm import Context, MeshLike
 from tkernels.comm.arguments import check_type
-from tkernels.comm.group import first_difference, listed
+from tkernels.comm.group import listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
@@ -266,12 +266,5 @@ def _check_agreement(module: nn.Module, given, ctx: Context):
         name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad, parameter.is_meta)
         for name, parameter in module.named_parameters()
     }
-    everyone = ctx.group.gather((styles, kinds))
-    for index, (what, way_out) in enumerate(
-        (("plans", "pass one plan on every rank"), ("models", "make the same model, on the same kind of device"))
-    ):
-        if difference := first_difference([each[index] for each in everyone]):
-            rank, names = difference
-            raise MismatchError(
-                f"parallelize_module: the {what} of rank 0 and rank {rank} differ in {listed(names)}; {way_out}"
-            )
+    ctx.group.check_alike("parallelize_module", "plans", styles, "pass one plan on every rank")
+    ctx.group.check_alike("parallelize_module", "models", kinds, "make the same model, on the same kind of device")
