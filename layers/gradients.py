@@ -13,7 +13,7 @@ from tkernels.comm.context import MeshLike, as_context
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.norms import clip_scale, counts, norms_of, sum_of_squares
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
-from tkernels.layers.marks import gradient_of
+from tkernels.layers.marks import gradient_of, is_partial
 from tkernels.layers.owners import owner_of
 
 
@@ -35,7 +35,7 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLik
     ctx = as_context(mesh, f"{caller}: mesh")
     check_type(f"{caller}: module", module, torch.nn.Module, "an nn.Module")
     for name, parameter in module.named_parameters():
-        if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:
+        if not is_partial(parameter) or not parameter.requires_grad:
             continue
         if owner_of(parameter, ZeroOptimizer):
             raise ValueError(

@@ -9,6 +9,11 @@ def is_split(parameter) -> bool:
     return getattr(parameter, "tensor_model_parallel", False)
 
 
+def is_partial(parameter) -> bool:
+    """Megatron's mark: a gradient of this rank's rows alone, which is yet to be summed over tensor-parallel ranks."""
+    return bool(getattr(parameter, "sequence_parallel", False))
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that an optimizer uses: main_grad if there is one, as on OverlappedDDP's parameters, else grad."""
     main_grad = getattr(parameter, "main_grad", None)

@@ -34,9 +34,9 @@ from tkernels.layers import userbuffers as te
 from tkernels.layers.data_parallel import engine
 from tkernels.layers.data_parallel import zero as zero_optimizer
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
-from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
+from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
 from tkernels.layers.data_parallel.fsdp import FullyShard
-from tkernels.layers.data_parallel.layout import ALIGN
+from tkernels.layers.data_parallel.layout import ALIGN, in_buckets
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready
 from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
@@ -48,6 +48,11 @@ CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=
 
 
 # Layout
+
+
+def plan(parameters, capacity, ranks, partition):
+    loads, buckets = [0] * ranks, in_buckets(parameters, lambda _: None, lambda _: capacity, padded)
+    return [lay_out(bucket, capacity, loads, partition) for bucket in buckets]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -45,13 +45,14 @@ from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
+from tkernels.layers.data_parallel.layout import in_buckets
 from tkernels.layers.data_parallel.norms import counts, squared_norm
-from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, by_size
+from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
 from tkernels.layers.data_parallel.values import ensure_params_ready, wait_in_modules
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
-from tkernels.layers.marks import is_split
+from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 
@@ -81,7 +82,7 @@ class OverlappedDDP(nn.Module):
         of the next two options needs it.
     overlap_param_gather: after the update, the forward of each module waits for its own parameters only.
     num_distributed_optimizer_instances: I, which must divide R.
-    average: divide by R before the sum. Otherwise gradients are the sum over ranks.
+    average: divide by R, fp16 before the sum and other dtypes after it. Otherwise gradients are the sum over ranks.
     grad_dtype: dtype of `main_grad`, in which gradients are added up and summed over ranks; default: the parameter's.
         If it differs, `.grad` is a copy of the sum in the parameter's dtype, as torch's optimizers require.
     comm_stream: default: a new one. dev: the module that provides streams; default: torch's module of the parameters'
@@ -158,7 +159,9 @@ class OverlappedDDP(nn.Module):
         self.levels = Levels(whole, sharded, num_distributed_optimizer_instances, average)
         self.buckets = [
             ParamBucket(f"bucket {index}", members, grad_dtype, self.levels, self.comm_stream, dev)
-            for index, members in enumerate(by_size(reversed(params.values()), bucket_size))
+            for index, members in enumerate(
+                in_buckets(reversed(params.values()), _kind, lambda _: bucket_size, torch.Tensor.numel)
+            )
         ]
         self.values = [bucket.values for bucket in self.buckets if bucket.values is not None]
         self.shards = [values.shard for values in self.values]
@@ -574,6 +577,15 @@ class OverlappedDDP(nn.Module):
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, each in self.module.named_parameters() if each is parameter)
+
+
+def _kind(parameter: nn.Parameter) -> tuple:
+    """What the parameters of a bucket have in common.
+
+    Those marked sequence_parallel have buckets of their own. The sums over tensor-parallel ranks that they get need
+    shards with the same borders, which parameters that are split unevenly would move.
+    """
+    return parameter.dtype, is_partial(parameter)
 
 
 def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype | None):

@@ -12,7 +12,7 @@ This module moves data on the current stream; who waits for whom is the engine's
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,32 +22,20 @@ from tkernels.comm import Context, LeaseError
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
-from tkernels.layers.data_parallel.wire import Wire
+from tkernels.layers.data_parallel.wire import Wire, mean
 from tkernels.layers.owners import weakly
-
-
-def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partition: str) -> list[FlatLayout]:
-    """Lay out `parameters`, in order, in buckets of about `capacity` elements; a larger one has a bucket by itself.
-
-    partition: "elements" cuts each bucket into `ranks` equal parts. "parameters" gives each parameter to one rank:
-        those of a bucket are assigned from the largest down, each to the rank with the fewest elements so far.
-    """
-    capacity = round_up(capacity, ranks * ALIGN)
-    layouts, loads, batch, room = [], [0] * ranks, [], capacity
-    for parameter in parameters:
-        if batch and padded(parameter) > room:
-            layouts.append(_lay_out(batch, capacity, loads, partition))
-            batch, room = [], capacity
-        batch.append(parameter)
-        room -= padded(parameter)
-    return [*layouts, _lay_out(batch, capacity, loads, partition)] if batch else layouts
 
 
 def padded(parameter: torch.Tensor) -> int:
     return round_up(parameter.numel(), ALIGN)
 
 
-def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], partition: str) -> FlatLayout:
+def lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], partition: str) -> FlatLayout:
+    """The layout of a bucket of at most `capacity` elements, but for a larger parameter.
+
+    partition: "elements" cuts it evenly. "parameters" gives each parameter to one rank, from the largest down, each to
+        the rank with the smallest of `loads`, which are added to.
+    """
     large = parameters[0].numel() > capacity  # without padding, its gradient is its buffer
     if partition == "elements":
         rows = round_up(sum(map(padded, parameters)), len(loads) * ALIGN) // len(loads)
@@ -170,16 +158,8 @@ class FlatGroup:
         self.has_total = False
 
     def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: FlatLayout):
-        """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up.
-
-        fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
-        """
-        before = buffer.dtype == torch.float16
-        if before:
-            buffer.mul_(1 / self.divisor)
-        sums.copy_(self.wire.reduce_scatter(buffer, layout.rows))
-        if not before:
-            sums.mul_(1 / self.divisor)
+        """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up."""
+        mean(buffer, self.divisor, lambda buffer: self.wire.reduce_scatter(buffer, layout.rows), sums)
 
     def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor):
         """Make these the masters' gradients, or add them to those that there are."""

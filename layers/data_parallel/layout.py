@@ -18,7 +18,7 @@ Parameters that stay whole, and are nobody's DTensors, lie one after the other i
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,25 @@ class Layout:
     @property
     def packed_numels(self) -> list[int]:
         return [part.numel for part in self._packed]
+
+
+def in_buckets(parameters: Iterable, kind: Callable, capacity: Callable, size: Callable) -> list[list[torch.Tensor]]:
+    """Groups of parameters that are reduced together, in their order, and in that of each group's last parameter.
+
+    All of a group are of one kind(parameter), and their size(parameter) add up to at most capacity(kind); a larger one
+    is by itself.
+    """
+    filling, groups = {}, {}
+    for parameter in parameters:
+        its = kind(parameter)
+        group, room = filling.get(its, ([], -1))
+        if size(parameter) > room:
+            group, room = [], capacity(its)
+        group.append(parameter)
+        filling[its] = group, room - size(parameter)
+        groups.pop(id(group), None)
+        groups[id(group)] = group
+    return list(groups.values())
 
 
 class FlatLayout:

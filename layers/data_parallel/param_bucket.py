@@ -21,7 +21,7 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.values import Buffer, Values
-from tkernels.layers.data_parallel.wire import Wire
+from tkernels.layers.data_parallel.wire import Wire, mean
 from tkernels.layers.lease import Lease
 
 ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires
@@ -35,20 +35,22 @@ class Levels:
         self.inside, self.across = whole.split(instances) if instances > 1 else (whole, None)
         self.sharded = sharded
         self.num_shards, self.shard = (self.inside.size, self.inside.rank) if sharded else (1, 0)
-        self._scale = 1 / whole.size if average else 1.0
+        self._divisor = whole.size if average else 1
         # What a rank contributes of a sum over ranks, so that the next one counts it once: all that have it do so.
         self.share = (whole.size if average else 1) / (instances if sharded else whole.size)
 
     def reduce(self, grads: torch.Tensor):
         """Collective. The sum or mean over all ranks, in place; with shards, of this rank's part."""
-        if self._scale != 1.0:
-            grads.mul_(self._scale)
+        mean(grads, self._divisor, self._sum_up)
+
+    def _sum_up(self, grads: torch.Tensor) -> torch.Tensor:
         if not self.sharded:
             self.inside.all_reduce(grads)
-            return
+            return grads
         shard = self.inside.reduce_scatter(grads)
         if self.across is not None:
             self.across.all_reduce(shard)
+        return shard
 
 
 class ParamBucket:
@@ -275,20 +277,3 @@ class UpdatedValues(Values):
                 f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
             )
         super().ready()
-
-
-def by_size(params, bucket_size: float) -> list[list[nn.Parameter]]:
-    """Groups of parameters of one dtype, each of at most bucket_size elements unless it is a single parameter.
-
-    Those marked sequence_parallel have groups of their own. The sums over tensor-parallel ranks that they get need
-    shards with the same borders, which parameters that are split unevenly would move.
-    """
-    filling, full = {}, []
-    for param in params:
-        kind = param.dtype, bool(getattr(param, "sequence_parallel", False))
-        members = filling.setdefault(kind, [])
-        if members and sum(member.numel() for member in members) + param.numel() > bucket_size:
-            full.append(members)
-            members = filling[kind] = []
-        members.append(param)
-    return full + list(filling.values())

@@ -27,6 +27,7 @@ import tkernels
 from tkernels.comm import Context
 from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
+from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.owners import attributes
 
 
@@ -355,32 +356,22 @@ class ParamGroup:
                 parameter.whole.grad = None
 
     def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: Layout):
-        """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up.
-
-        fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
-        """
+        """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up."""
         shard, replica = self.ranks.shard, self.ranks.replica
-        scale = 1 / (self.ranks.size if self.divisor is None else self.divisor)
-        if buffer.dtype == torch.float16:
-            buffer.mul_(scale)
-            scale = 1
-        if shard is not None:
-            total = sums if sums.dtype == buffer.dtype else torch.empty_like(sums, dtype=buffer.dtype)
-        else:
+
+        def sum_up(buffer):
             total = buffer
-        for start, stop in layout.pieces(buffer.dtype):
-            piece = total[start:stop]
             if shard is not None:
-                tkernels.reduce_scatter(buffer[layout.ranks * start : layout.ranks * stop], out=piece, ctx=shard)
-            if replica is not None:
-                tkernels.all_reduce(piece, out=piece, ctx=replica)
-        if torch.promote_types(total.dtype, sums.dtype) != sums.dtype:
-            torch.mul(total, scale, out=sums)  # rounded once
-            return
-        if total is not sums:
-            sums.copy_(total)
-        if scale != 1:
-            sums.mul_(scale)
+                total = sums if sums.dtype == buffer.dtype else torch.empty_like(sums, dtype=buffer.dtype)
+            for start, stop in layout.pieces(buffer.dtype):
+                piece = total[start:stop]
+                if shard is not None:
+                    tkernels.reduce_scatter(buffer[layout.ranks * start : layout.ranks * stop], out=piece, ctx=shard)
+                if replica is not None:
+                    tkernels.all_reduce(piece, out=piece, ctx=replica)
+            return total
+
+        mean(buffer, self.ranks.size if self.divisor is None else self.divisor, sum_up, sums)
 
     def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor):
         """Make these the gradients of the sharded parameters, or add them to those that there are."""

@@ -1,6 +1,7 @@
 """Wire: in-place sums and gathers on the current stream, by this library's collectives or torch.distributed's."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,25 @@ def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wir
     if backend == "torch":
         return TorchWire(group_of(mesh, f"{caller}: mesh"))
     raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
+
+
+def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None):
+    """Collective. What `sum_up` makes of `buffer`, divided, in `out` or in place. The buffer is used up.
+
+    fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
+    """
+    before = buffer.dtype == torch.float16 and divisor != 1
+    if before:
+        buffer.mul_(1 / divisor)
+    total, scale = sum_up(buffer), 1 if before else 1 / divisor
+    out = total if out is None else out
+    if torch.promote_types(total.dtype, out.dtype) != out.dtype:
+        torch.mul(total, scale, out=out)  # rounded once
+        return
+    if total is not out:
+        out.copy_(total)
+    if scale != 1:
+        out.mul_(scale)
 
 
 class Wire:

@@ -23,11 +23,14 @@ from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
+from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.engine import Unit
-from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
+from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
+from tkernels.layers.data_parallel.layout import ALIGN, in_buckets
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.wire import open_wire
+from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
@@ -119,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 check_norm("ZeroOptimizer, with max_norm or loss_scale", meshes, tensor_parallel)
             if tensor_parallel is not None:
                 group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
-        shapes = [(tuple(p.shape), p.dtype, p.requires_grad, _is_partial(p)) for p in self._names]
+        shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in meshes)
         layout = dict(partition=partition, bucket_bytes=bucket_bytes, parameters=shapes)
         asked = layout | dict(
@@ -146,14 +149,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
         self._across = None if tensor_parallel is None else open_wire("ZeroOptimizer", backend, self._tensor_parallel)
-        buckets = [
-            FlatGroup(layout, self._names, ctx, self._wires[ctx], reduce_dtype, divisor=self.ctx.size)
-            for (ctx, dtype, _), parameters in _by_kind(contexts).items()
-            for layout in plan(parameters, bucket_bytes // (reduce_dtype or dtype).itemsize, ctx.size, partition)
-        ]
-        # One order for all: that in which backward completes them.
-        number_of = {parameter: number for number, parameter in enumerate(self._names)}
-        buckets.sort(key=lambda bucket: -min(map(number_of.get, bucket.layout.parameters)))
+
+        # By themselves, partial parameters have one layout on all tensor-parallel ranks, where split ones may differ in
+        # size: what an owner sums over those ranks is the same part on each.
+        def kind(parameter):
+            return contexts[parameter], parameter.dtype, is_partial(parameter)
+
+        def capacity(kind):
+            ctx, dtype, _ = kind
+            return round_up(bucket_bytes // (reduce_dtype or dtype).itemsize, ctx.size * ALIGN)
+
+        # Empty ones have no gradient. One order for all: that in which backward completes them.
+        trained, loads, buckets = [parameter for parameter in reversed(contexts) if parameter.numel()], {}, []
+        for members in in_buckets(trained, kind, capacity, padded):
+            ctx, *_ = its = kind(members[0])
+            layout = lay_out(members, capacity(its), loads.setdefault(its, [0] * ctx.size), partition)
+            buckets.append(FlatGroup(layout, self._names, ctx, self._wires[ctx], reduce_dtype, divisor=self.ctx.size))
         self._engine, self._buckets = ResidentEngine(buckets, overlap=overlap_comm), buckets
         own(contexts, self)
         for unit in self._engine.units:
@@ -258,7 +269,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._engine.step():
             for bucket in self._buckets:
-                if _is_partial(bucket.layout.parameters[0]) and bucket.total.numel():
+                if is_partial(bucket.layout.parameters[0]) and bucket.total.numel():
                     self._across.all_reduce(bucket.total)
             used, norm = self._exchange()
             self.grad_norm = norm / (self.loss_scale or 1.0)
@@ -290,7 +301,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm, used = None, {parameter for parameter, piece in self._engine.piece_of.items() if piece.used}
         for ctx, wire in self._wires.items():
             parameters = [p for bucket in self._buckets if bucket.wire is wire for p in bucket.layout.parameters]
-            parameters.sort(key=_is_partial, reverse=True)
+            parameters.sort(key=is_partial, reverse=True)
             unused = [parameter not in used for parameter in parameters]
             values = torch.ones(1 + len(parameters), device=ctx.device)
             if any(unused):
@@ -300,7 +311,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 counted = (piece.total for piece in self._pieces if counts(piece.whole, self._tensor_parallel))
                 values[:1] = squared_norm(counted, ctx.device)
             wire.all_reduce(values)
-            partial = sum(map(_is_partial, parameters))
+            partial = sum(map(is_partial, parameters))
             if self._across is not None and (partial or ctx is self.ctx):
                 self._across.all_reduce(values[: 1 + partial])  # the norm, and who has used what these ranks share
             if ctx is self.ctx:
@@ -499,24 +510,6 @@ def _plain(options: dict) -> dict:
     return compared | ({"params": len(options["params"])} if "params" in options else {})
 
 
-def _is_partial(parameter: torch.Tensor) -> bool:
-    """Megatron's mark: a gradient of this rank's rows alone, which is yet to be summed over tensor-parallel ranks."""
-    return bool(getattr(parameter, "sequence_parallel", False))
-
-
-def _by_kind(contexts: dict[torch.Tensor, Context]) -> dict:
-    """(context, dtype, whether partial) -> its parameters, in the order of backward. Empty ones have no gradient.
-
-    By themselves, partial parameters have one layout on all tensor-parallel ranks, where split ones may differ in size:
-    what an owner sums over those ranks is the same part on each.
-    """
-    kinds = {}
-    for parameter, ctx in reversed(contexts.items()):
-        if parameter.numel():
-            kinds.setdefault((ctx, parameter.dtype, _is_partial(parameter)), []).append(parameter)
-    return kinds
-
-
 def _check(ctx: Context, asked: dict):
     """Collective. Raises the same error on every rank, for options that differ or are invalid."""
     ctx.group.check_alike("ZeroOptimizer", "options", asked, "all must pass the same")
@@ -543,7 +536,7 @@ def _check_parameters(
     contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None, tensor_parallel
 ):
     for parameter, ctx in contexts.items():
-        if _is_partial(parameter) and tensor_parallel is None:
+        if is_partial(parameter) and tensor_parallel is None:
             raise ValueError(
                 f"ZeroOptimizer: {names[parameter]} is marked sequence_parallel: its gradient comes from this rank's "
                 f"rows alone and is yet to be summed over the tensor-parallel ranks; pass tensor_parallel=, these "
@@ -571,7 +564,7 @@ def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.
 
     Of the data-parallel ranks, those count whose values all will have.
     """
-    partial = [parameter for parameter in contexts if _is_partial(parameter)]
+    partial = [parameter for parameter in contexts if is_partial(parameter)]
     mine = [(p.shape, p.dtype, None if contexts[p].rank else checksum(p)) for p in partial]
     theirs, problem = tensor_parallel.group.gather(mine), ""
     if len(set(map(len, theirs))) > 1:
@@ -593,7 +586,7 @@ def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dic
     parts = {
         number: (tuple(contexts[parameter].group.global_ranks), checksum(parameter))
         for number, parameter in enumerate(names)
-        if parameter in contexts and getattr(parameter, "tensor_model_parallel", False)
+        if parameter in contexts and is_split(parameter)
     }
     found = {}  # number -> {(the ranks that share it, checksum)}
     for theirs in ctx.group.gather(parts):

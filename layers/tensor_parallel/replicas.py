@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tkernels.comm import MismatchError, find_context
 from tkernels.comm.group import listed
-from tkernels.layers.marks import is_split
+from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.torch_operators import replicated
 
@@ -209,7 +209,7 @@ class ReplicaCheck:
         if not self._looks():
             return
         parameter = getattr(module, attribute, None)
-        if name not in self._split and (getattr(parameter, "sequence_parallel", False) or is_part(parameter)):
+        if name not in self._split and (is_partial(parameter) or is_part(parameter)):
             self._handles.pop(name).remove()
             return
         self._record(name, grad, self._gradients)
