@@ -132,7 +132,8 @@ def as_context(mesh: "MeshLike" = None, what: str = "mesh") -> "Context":
     Compiled code keeps the context that it was traced with. Threads may call it at the same time.
 
     Raises TypeError for anything else, ValueError for a mesh of more dimensions or in another order than its group's,
-    or if this rank is not in it; what `init` raises, on every rank.
+    or if this rank is not in it; what `init` raises, on every rank. A rank whose argument names no ranks can tell none:
+    if it is wrong there alone, the others wait, log after a minute for whom, and end by torch.distributed's limit.
     """
     if mesh is None:
         return contexts.current_context()

@@ -30,11 +30,13 @@ import torch
 
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.capture import lasting
-from tkernels.comm.context import Context, MeshLike, as_context
-from tkernels.comm.errors import LeaseError, MismatchError
+from tkernels.comm.context import MeshLike, as_context
+from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.lease import Keepalive, Lease, Slot
+
+_ALIKE = "all must have the same units and take the same steps"
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ class MaxPoolAllocator:
     released longest ago: the tenants of a slot alternate between its copies even if the host never holds two at once.
     """
 
+    takes = MaxPoolPlan
+
     def __init__(
         self,
         plan: MaxPoolPlan,
@@ -251,10 +255,13 @@ class MaxPoolAllocator:
         device: for memory="torch"; by default that of mesh, else the CPU. dev: module with the streams; by default the
             device's.
 
-        Raises MismatchError if the ranks' plans differ, ValueError for incompatible options.
+        Raises MismatchError if the ranks' plans differ, ValueError for incompatible options, TypeError for what is no
+        plan of this allocator's.
         """
         ctx = None if mesh is None else as_context(mesh, f"{type(self).__name__}: mesh")
         with contextlib.nullcontext() if ctx is None else ctx.group.checking():
+            if not isinstance(plan, self.takes):
+                raise TypeError(f"{type(self).__name__}: takes a {self.takes.__name__}, not {type(plan).__name__}")
             if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
                 raise ValueError(
                     f'memory={memory!r} must be "torch" or "symmetric", others={others!r} "persistent" or "dynamic"'
@@ -267,7 +274,8 @@ class MaxPoolAllocator:
                     "on the symmetric heap is one that all ranks agree on"
                 )
         if ctx is not None:
-            _check_same(ctx, "plans", f"{plan.fingerprint} {memory} {others}")
+            told = {"sizes": plan.fingerprint, "memory": memory, "others": others}
+            ctx.group.check_alike(type(self).__name__, "plans", told, _ALIKE)
         self.plan, self.strict_assignments, self.others = plan, strict_assignments, others
         nbytes = plan.nbytes + (plan.others_nbytes if others == "persistent" else 0)
         self._ctx, self._symmetric = ctx, memory == "symmetric"
@@ -358,7 +366,7 @@ class MaxPoolAllocator:
     def check_order(self):
         """Collective. Raises MismatchError unless all ranks have acquired the same buckets in the same order."""
         if self._ctx is not None:
-            _check_same(self._ctx, "orders of acquire", f"{self._order:08x}")
+            self._ctx.group.check_alike(type(self).__name__, "calls of acquire", {"order": self._order}, _ALIKE)
 
     def close(self):
         """Collective on the symmetric heap. Free the memory. Raises LeaseError while a bucket is held."""
@@ -413,24 +421,7 @@ class FixedPoolAllocator(MaxPoolAllocator):
     The interface is the same; the plan is a FixedPoolPlan.
     """
 
-    def __init__(self, plan: FixedPoolPlan, memory: str = "torch", *, mesh: MeshLike = None, **options):
-        """As MaxPoolAllocator. Raises TypeError for a plan whose units may differ, one that is not a FixedPoolPlan."""
-        ctx = None if mesh is None else as_context(mesh, "FixedPoolAllocator: mesh")
-        with contextlib.nullcontext() if ctx is None else ctx.group.checking():
-            if not isinstance(plan, FixedPoolPlan):
-                raise TypeError(
-                    "a FixedPoolAllocator takes a FixedPoolPlan, whose units are all alike; build one of those"
-                )
-        super().__init__(plan, memory, mesh=ctx, **options)
-
-
-def _check_same(ctx: Context, what: str, mine: str):
-    all_ranks = ctx.group.gather(mine)
-    if len(set(all_ranks)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(all_ranks))
-        raise MismatchError(
-            f"the ranks' {what} differ ({by_rank}); all must have the same units and take the same steps"
-        )
+    takes = FixedPoolPlan
 
 
 def _twice(first: Bucket, first_unit, second: Bucket, second_unit) -> str:

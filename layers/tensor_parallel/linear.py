@@ -166,13 +166,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         asked = {name: getattr(self, name) for name in options}
         asked |= {"bias": full.bias is not None, "dtype": full.weight.dtype}
         ctx.group.check_alike(type(self).__name__, "layers", asked, "all must make the same layer")
-        digests = ctx.group.gather(checksum(state))
-        differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if differ:
-            raise MismatchError(
-                f"{kind}: the random generators of ranks {differ} differ from rank 0's, so the slices would not be of "
-                f"one weight; call torch.manual_seed with the same seed on all ranks before making the model"
-            )
+        way_out = "slices are of one weight: call torch.manual_seed with one seed on all ranks before making the model"
+        ctx.group.check_alike(kind, "random generators", {"state": checksum(state)}, way_out)
 
     @property
     def ctx(self) -> Context:
