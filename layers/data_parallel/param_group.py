@@ -181,7 +181,7 @@ class Parameter:
                 grad = grad.redistribute(placements=self.tensor_parallel.placements)
             grad = grad.to_local()
         if grad is not None and grad.layout is not torch.strided:
-            raise TypeError(f"fully_shard: the gradient of {self.name} is sparse; ask for a dense one")
+            raise TypeError(f"the gradient of {self.name} is sparse; ask its layer for a dense one")
         return grad
 
 
