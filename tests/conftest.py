@@ -15,6 +15,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 _cache = tempfile.TemporaryDirectory(prefix="tkernels-tests-")
 os.environ["TKERNELS_CACHE"] = _cache.name
 
+# Without GPUs, of which a rank wants one for itself, the whole suite runs in as many processes as there are cores. More
+# than these would want much memory: each keeps ranks of its own.
+MOST_PROCESSES = 4
+
 # Through the interpreter, where all ranks share two cores, a plain run of these takes the smallest number of ranks, and
 # of a long table of cases on ranks one in four; `-m exhaustive` takes the rest, a GPU run all. Whether results are
 # exact is asked of the smallest number of ranks and the largest.
@@ -53,6 +57,20 @@ SAMPLED = {
 def checkout() -> Path:
     """The root of the checkout that these tests belong to."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at its options
+def pytest_cmdline_main(config):
+    option = config.option
+    # Each process collects all tests and starts its own ranks, which takes longer than some of the tests do.
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
+    whole = whole and option.markexpr in config.getini("addopts")
+    watched = option.usepdb or option.capture == "no"
+    decided = getattr(option, "numprocesses", 0) is not None or "PYTEST_XDIST_WORKER" in os.environ
+    if whole and tkernels.RUNTIME == "simulated" and not watched and not decided:
+        processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        option.numprocesses, option.dist = processes if processes > 1 else 0, "worksteal"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at

@@ -233,15 +233,17 @@ def test_missing_gpus_skip_with_a_reason(run, monkeypatch):
     result.stdout.fnmatch_lines(["*needs 4 GPUs, found 2*"])
 
 
-def test_a_context_that_cannot_be_finalized_fails_the_session(run):
-    result = run("""
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["in this process", "in a worker of pytest-xdist"])
+def test_a_context_that_cannot_be_finalized_fails_the_session(run, options):
+    source = """
 def finalize():
     raise RuntimeError("cannot finalize")
 
 @pytest.mark.ranks(1)
 def test_it(ctx):
     ctx.finalize = finalize
-""")
+"""
+    result = run(source, *options)
     result.assert_outcomes(passed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*ranks failed to finalize after their tests*", "rank 0 of 1: *: cannot finalize"])

@@ -133,8 +133,16 @@ def pytest_sessionfinish(session):
     pools = session.config.stash[_POOLS]
     while pools:
         _close_oldest(session.config)
-    if session.config.stash[_CLOSE_ERRORS] and session.exitstatus == pytest.ExitCode.OK:
+    errors = session.config.stash[_CLOSE_ERRORS]
+    if errors and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if hasattr(session.config, "workeroutput"):  # this is a worker of pytest-xdist: the process that reports is another
+        session.config.workeroutput[_SIZE] = errors
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    node.config.stash[_CLOSE_ERRORS] += getattr(node, "workeroutput", {}).get(_SIZE, [])
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -263,18 +271,26 @@ def _load(name: str, path: str):
     if "." in name:
         importlib.import_module(name.rpartition(".")[0])
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
-    source = Path(path).read_bytes()
-    tree = ast.parse(source, path)
-    try:
-        from _pytest.assertion.rewrite import rewrite_asserts
-    except ImportError:  # not a public name of pytest; without it asserts work, but show less
-        pass
-    else:
-        rewrite_asserts(tree, source, path)
+    code = _rewritten(Path(path))
     sys.modules[name] = module
     try:
-        exec(compile(tree, path, "exec", dont_inherit=True), vars(module))
+        exec(code, vars(module))
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _rewritten(path: Path):
+    """A test module's code. pytest's process has rewritten it too, and mostly left the result on disk."""
+    source = path.read_bytes()
+    try:  # no public names of pytest; without them asserts work, but show less
+        from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir, rewrite_asserts
+    except ImportError:
+        return compile(source, path, "exec", dont_inherit=True)
+    found = _read_pyc(path, get_cache_dir(path) / (path.stem + PYC_TAIL), trace=lambda _: None)
+    if found is None:
+        tree = ast.parse(source, str(path))
+        rewrite_asserts(tree, source, str(path))
+        found = compile(tree, str(path), "exec", dont_inherit=True)
+    return found
