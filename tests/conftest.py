@@ -44,6 +44,7 @@ SAMPLED = {
     "test_p2p",
     "test_parallelize",
     "test_pipeline",
+    "test_pipeline_composed",
     "test_several_weights",
     "test_trace",
     "test_userbuffers",

@@ -26,7 +26,7 @@ from tkernels.layers import (
     parallelize_module,
 )
 
-VOCABULARY, BATCH, SEQUENCE, NEW_TOKENS = 64, 2, 6, 5
+VOCABULARY, BATCH, SEQUENCE, NEW_TOKENS = 64, 2, 6, 2
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -199,7 +199,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             )
         return Gather.apply(normed, self._group())
 
-    @torch.compiler.disable  # a trace can't look into communicators, which are Python objects
+    @torch._disable_dynamo  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
         """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts."""
         check_input(type(self).__name__, x, weights[0])
