@@ -43,7 +43,7 @@ from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
 from tkernels.layers.data_parallel.param_group import ParamGroup
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
-from tkernels.testing.compare import assert_close_to, normal
+from tkernels.testing.compare import assert_close_to, integers, normal
 
 LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -980,6 +980,61 @@ def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
     taken.head.weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(ValueError, match="head.weight has a hook of register_post_acc"):
         fully_shard(taken, mesh=mesh_of(ctx))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["parameters", "replicate"])
+def test_fully_shard_calls_hooks_with_the_mean_so_that_an_optimizer_steps_in_backward(ctx, strategy):
+    """To the bits of one that steps after it; units are reduced in backward, the root at its end."""
+    models = [hybrid(ctx) for _ in range(2)]
+    for model in models:
+        shard(ctx, model, strategy=strategy)
+    optimizers = {each: torch.optim.SGD([each], lr=0.1, momentum=0.9) for each in models[0].parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    after = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)
+    for batch in batches(ctx, 3):
+        losses = [loss_of(model(own(ctx, batch))) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == losses[1].item()
+        assert all(parameter.grad is None for parameter in optimizers)
+        after.step()
+        after.zero_grad()
+    for stepped, want in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(stepped.full_tensor(), want.full_tensor())
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_calls_hooks_once_in_a_backward_through_several_forwards_of_a_unit(ctx):
+    """Of which the first one's inputs tell nobody of its end."""
+    layer = nn.Linear(4, 4).to(ctx.device)
+    layer.weight.data.copy_(integers((4, 4), torch.float32, 1))
+    layer.bias.data.copy_(integers(4, torch.float32, 2))
+    twin = copy.deepcopy(layer)
+    model = nn.Sequential(layer, layer, nn.Identity())
+    fully_shard(layer, mesh=mesh_of(ctx))
+    fully_shard(model, mesh=mesh_of(ctx))
+    seen = []
+
+    def double(weight):
+        seen.append(weight.grad.full_tensor())
+        weight.mul_(2)
+
+    layer.weight.register_post_accumulate_grad_hook(double)
+    for _ in range(2):  # the second with what the hook has left
+        x = integers((3, 4), torch.float32, 3, device=ctx.device)
+        model(x).sum().backward()
+        twin(twin(x)).sum().backward()
+        assert len(seen) == 1 and torch.equal(seen.pop(), twin.weight.grad)
+        twin.weight.data.mul_(2)
+        for each in (model, twin):
+            each.zero_grad()
 
 
 @pytest.mark.ranks(2)

@@ -629,6 +629,10 @@ class Unit:
             if tensor._is_view() and (node := _node_of(tensor)) is not None and node not in before:
                 node.register_prehook(begin)
 
+    def has_hooks(self) -> bool:
+        """Whether somebody's hooks wait for the mean gradients of parameters."""
+        return any(each.sharded._post_accumulate_grad_hooks for group in self.groups for each in group.trained)
+
     def reduce(self, always: bool = False):
         """Reduce the gradients of the backwards that reached this unit, with zeros for parameters without one.
 
@@ -698,7 +702,8 @@ class Call:
         if self.open:
             self.open, self._ended = False, backward_id()
             self.unit._open_calls.remove(self)
-            if self.tells and not any(call.to_come() for call in self.unit.calls):
+            once = self.unit.has_hooks()  # which may change what a call that tells nothing has yet to read
+            if self.tells and not any(call.to_come() or once and call.to_end() for call in self.unit.calls):
                 self.unit.reduce()
             self.unit.unuse()
 

@@ -426,7 +426,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
     if parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"fully_shard: {name} has a hook of register_post_accumulate_grad_hook, which would take its gradient "
-            f"before the mean over ranks is made; remove it, and use the gradients after backward"
+            f"before the mean over ranks is made; register it on the sharded parameter, for the mean"
         )
     reduce_dtype = policy.reduce_dtype or param_dtype_of(parameter.dtype, policy)
     if parameter.requires_grad and reduce_dtype not in SUMMED:

@@ -374,7 +374,10 @@ class ParamGroup:
         mean(buffer, self.ranks.size if self.divisor is None else self.divisor, sum_up, sums)
 
     def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor):
-        """Make these the gradients of the sharded parameters, or add them to those that there are."""
+        """Make these the gradients of the sharded parameters, or add them to those that there are.
+
+        Hooks of register_post_accumulate_grad_hook are called then: in them an optimizer may step, on this stream.
+        """
         views = layout.shards(sums, self.ranks.part)
         for parameter, view in zip(parameters, views, strict=True):
             sharded = parameter.sharded
@@ -382,6 +385,8 @@ class ParamGroup:
                 sharded.grad = DTensor(view, sharded._spec, requires_grad=False)
             else:
                 sharded.grad._local_tensor.add_(view)
+            for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
+                hook(sharded)
 
 
 def param_dtype_of(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
