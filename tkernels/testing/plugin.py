@@ -284,11 +284,12 @@ def _load(name: str, path: str):
 def _rewritten(path: Path):
     """A test module's code. pytest's process has rewritten it too, and mostly left the result on disk."""
     source = path.read_bytes()
-    try:  # no public names of pytest; without them asserts work, but show less
+    try:  # none of these is public; without them asserts work, but show less
         from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir, rewrite_asserts
-    except ImportError:
+
+        found = _read_pyc(path, get_cache_dir(path) / (path.stem + PYC_TAIL), trace=lambda _: None)
+    except (ImportError, TypeError):
         return compile(source, path, "exec", dont_inherit=True)
-    found = _read_pyc(path, get_cache_dir(path) / (path.stem + PYC_TAIL), trace=lambda _: None)
     if found is None:
         tree = ast.parse(source, str(path))
         rewrite_asserts(tree, source, str(path))
