@@ -366,6 +366,21 @@ def test_overflow_of_an_int32_offset_is_an_error():
     assert out == 2**55
 
 
+@triton.jit
+def several_offsets_kernel(out, first, stride):
+    at = tl.arange(0, 4)
+    tl.store(out + at, (first + at) * stride)
+
+
+@pytest.mark.parametrize("first, found", [(2**15 - 3, 2**31), (-(2**15) - 1, -(2**31) - 2**16)])
+def test_overflow_of_one_offset_of_several_is_an_error(first, found):
+    out = torch.zeros(4, dtype=torch.int64)
+    several_offsets_kernel[(1,)](out, first, 2**15)
+    assert out.tolist() == [(first + at) * 2**15 for at in range(4)]
+    with pytest.raises(OverflowError, match=f"mul gives {found}, which int32 can't hold"):
+        several_offsets_kernel[(1,)](out, first, 2**16)
+
+
 # reductions
 
 
@@ -614,8 +629,8 @@ def test_descriptors_clip_stores(where, dtype):
 
 
 @triton.jit
-def load_by_descriptor_kernel(src, out, M: tl.constexpr, N: tl.constexpr):
-    tile = src.load([8, 16])
+def load_by_descriptor_kernel(src, out, row, column, M: tl.constexpr, N: tl.constexpr):
+    tile = src.load([row, column])
     tl.store(out + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], tile)
 
 
@@ -623,10 +638,15 @@ def load_by_descriptor_kernel(src, out, M: tl.constexpr, N: tl.constexpr):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_descriptors_pad_loads(dtype, padding):
     x, out = torch.randn(13, 24).to(dtype), torch.empty(8, 16, dtype=dtype)
-    load_by_descriptor_kernel[(1,)](TensorDescriptor.from_tensor(x, [8, 16], padding=padding), out, 8, 16)
-    want = torch.full((8, 16), torch.nan if padding == "nan" else 0.0, dtype=dtype)
-    want[:5, :8] = x[8:, 16:]
-    assert_ulps(out, want, 0)
+    descriptor = TensorDescriptor.from_tensor(x, [8, 16], padding=padding)
+    outside = torch.full((8, 16), torch.nan if padding == "nan" else 0.0, dtype=dtype)
+    for row, column in ((8, 16), (-3, -8)):
+        load_by_descriptor_kernel[(1,)](descriptor, out, row, column, 8, 16)
+        want = outside.clone()
+        want[max(-row, 0) : 13 - row, max(-column, 0) : 24 - column] = x[
+            max(row, 0) : row + 8, max(column, 0) : column + 16
+        ]
+        assert_ulps(out, want, 0)
 
 
 # memory
