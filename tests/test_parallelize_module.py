@@ -236,6 +236,34 @@ def test_colwise_and_rowwise_parallel_compute_what_the_linear_does_exactly(ctx):
                 assert torch.equal(full(parameter.grad), full(getattr(linear, key).grad)), (what, key)
 
 
+@pytest.mark.ranks(2)
+def test_colwise_and_rowwise_parallel_take_inputs_and_gradients_of_any_strides(ctx):
+    """As nn.Linear: every second feature, a channel of several, one row for all, features that are not neighbours."""
+    mesh = tp_mesh(ctx)
+    twin = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6)).to(ctx.device)
+    for seed, parameter in enumerate(twin.parameters()):
+        parameter.data.copy_(integers(parameter.shape, torch.float32, seed))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(twin), mesh, plan)
+    for shape, view in (
+        ((4, 12), lambda x: x[:, ::2]),
+        ((2, 4, 6, 3), lambda x: x[..., 1]),
+        ((1, 4, 6, 2), lambda x: x[..., 0]),
+        ((1, 6, 2), lambda x: x[..., 0].expand(4, 6)),
+        ((6, 4), torch.t),
+        ((1, 6, 5), lambda x: x[..., 2].narrow(0, 0, 1)),
+    ):
+        leaves = [integers(shape, torch.float32, 7, device=ctx.device).requires_grad_() for _ in "mt"]
+        ys = [each(view(leaf)) for each, leaf in zip((model, twin), leaves, strict=True)]
+        assert torch.equal(*ys), shape
+        for y in ys:
+            weights = integers((*y.shape, 3), torch.float32, 9, device=ctx.device)
+            y.backward(weights[..., 1])
+        assert torch.equal(*(leaf.grad for leaf in leaves)), shape
+    for got, want in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(full(got.grad), want.grad)
+
+
 class Gated(nn.Module):
     """A gated MLP as in a Llama, whose forward calls two linears with one tensor, and a third one with it too."""
 

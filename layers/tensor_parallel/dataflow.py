@@ -47,7 +47,7 @@ from torch.nn import functional
 import tkernels
 from tkernels.comm.contexts import find_context
 from tkernels.layers.grad_hooks import grad_ready_hooks
-from tkernels.layers.tensor_parallel.functions import in_autocast_dtype
+from tkernels.layers.tensor_parallel.functions import as_operands
 
 
 def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -304,7 +304,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flo
 
     bias: added by a column layer. A row layer's is the caller's to add, after the sum over ranks.
     """
-    x, weight, bias = in_autocast_dtype(x.device.type, x, weight, bias)
+    x, weight, bias = as_operands(x.device.type, x, weight, bias)
     inner = x.shape[1:-1]
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad)
     return y.view(y.shape[0] // inner.numel(), *inner, y.shape[1])

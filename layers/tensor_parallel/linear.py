@@ -37,9 +37,9 @@ from tkernels.layers.tensor_parallel.float8 import (
     recipe_of,
 )
 from tkernels.layers.tensor_parallel.functions import (
+    as_operands,
     column_parallel_linear,
     gather_from_tensor_model_parallel_region,
-    in_autocast_dtype,
     scatter_to_tensor_model_parallel_region,
 )
 
@@ -201,8 +201,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         bias = None if self.return_bias else self.bias
         device = self.ctx.device.type  # an operand elsewhere, as on meta, is refused by the operation
         if self._float8 is not None:  # which quantizes the weight, whatever its dtype
-            return *in_autocast_dtype(device, x), self.weight, bias
-        return in_autocast_dtype(device, x, self.weight, bias)
+            return *as_operands(device, x), self.weight, bias
+        return as_operands(device, x, self.weight, bias)
 
     def _in_float8(self, kind: str, x: torch.Tensor, rows=None, keep: bool = True) -> torch.Tensor:
         x, weight, bias = self._operands(x)

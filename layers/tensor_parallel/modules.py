@@ -16,7 +16,7 @@ from tkernels.comm import find_context
 from tkernels.comm.arguments import check_dense
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
 from tkernels.layers.tensor_parallel.float8 import Float8, MultipliesInFloat8
-from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
+from tkernels.layers.tensor_parallel.functions import as_operands, column_parallel_linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ParallelModule(MultipliesInFloat8):
         weight = weight.t() if self._layout.transposed else weight
         if self._float8 is not None:  # it is quantized, whatever its dtype
             return weight, local(self.bias)
-        return in_autocast_dtype(device, weight, local(self.bias))
+        return as_operands(device, weight, local(self.bias))
 
 
 class ColwiseLinear(ParallelModule):
@@ -106,7 +106,7 @@ class ColwiseLinear(ParallelModule):
         x, placement, shape = self._layout.enter(
             x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
         )
-        return *in_autocast_dtype(x.device.type, x), placement, shape
+        return *as_operands(x.device.type, x), placement, shape
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's out-features, of all positions."""
@@ -156,7 +156,7 @@ class RowwiseLinear(ParallelModule):
         layout, last = self._layout, x.dim() - 1
         ctx = find_context(layout.context)
         x, _, _ = layout.enter(x, Shard(last), lambda given: given == Shard(last))
-        (x,), (weight, bias) = in_autocast_dtype(ctx.device.type, x), self._parts()
+        (x,), (weight, bias) = as_operands(ctx.device.type, x), self._parts()
         shape = (*x.shape[:-1], self.out_features)
         output = _positive(layout.output, x.dim())
         if output.is_shard() and output.dim != last:
