@@ -561,6 +561,11 @@ class Unit:
 
     @torch._disable_dynamo
     def before_forward(self, module, args, kwargs):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"fully_shard: {type(module).__name__} is called inside of a transform of torch.func, whose tensors "
+                f"its hooks can't follow; take gradients by backward() or torch.autograd.grad"
+            )
         if self.engine is None:
             Engine(self)
         self.engine.enter(self)
