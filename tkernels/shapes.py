@@ -12,6 +12,7 @@ Shape = tuple[int, int, int]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by their names on the command line
 WITH_FP8 = DTYPES | {"fp8": torch.float8_e4m3fn}
 
+LARGEST = 1 << 30  # of M, N and K: torch counts the bytes of a matrix in 63 bits
 SIMULATED_LIMIT = 1 << 24  # M * N * K that the interpreter computes in seconds
 
 # For tests.
@@ -139,13 +140,15 @@ def _table(operation: str) -> str:
 
 
 def _sizes(name: str) -> Shape | None:
-    """The sizes in MxNxK; None for any other name. Raises ValueError for a size of 0."""
+    """The sizes in MxNxK; None for any other name. Raises ValueError for a size of 0, or too large for any memory."""
     parts = name.split("x")
     if len(parts) != 3 or not all(part.isdecimal() for part in parts):
         return None
     sizes = tuple(map(int, parts))
     if 0 in sizes:
         raise ValueError(f"{name}: M, N and K must be at least 1")
+    if max(sizes) > LARGEST:
+        raise ValueError(f"{name}: M, N and K must be at most {LARGEST}")
     return sizes
 
 
