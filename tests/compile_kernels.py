@@ -45,6 +45,7 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import FP8, result_dtype, with_room_for
 from tkernels.gpus import GPU, GPUS, H200
+from tkernels.quantize import transpose_quantized
 from tkernels.staging import Rows
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
@@ -258,6 +259,8 @@ def _cases() -> list[Case]:
         cases.append(Case("quantize", dtype, label, shape=(1024, 1, 16384)))
     for dtype, columns in itertools.product(("bfloat16", "float32"), (1001, 8192)):
         cases.append(Case("dequantize", dtype, str(columns), shape=(1024, 1, columns)))
+    for columns in (1001, 8192):
+        cases.append(Case("transpose", label=str(columns), shape=(1024, 1, columns)))
     for dtype in ("bfloat16", "float32"):
         cases.append(Case("collect", dtype))
         cases.append(Case("collect", dtype, "misaligned", misaligned=True))
@@ -609,6 +612,8 @@ def _call(case: Case):
                 _compiled[:] = [_compiled[case.label == "parts"]]
         elif case.operation == "dequantize":
             tkernels.dequantize(matrix(M, K).to(torch.float8_e4m3fn), torch.empty(M, 1), dtype)
+        elif case.operation == "transpose":
+            transpose_quantized(matrix(M, K).to(torch.float8_e4m3fn), torch.empty(M, 1))
         elif case.operation == "collect":
             x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
             importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)

@@ -394,11 +394,15 @@ def test_fully_shard_over_a_parallelized_model_trains_as_the_unsharded_model(ctx
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_with_gw_fp8", "rowwise", "rowwise_with_gw_hp"])
 def test_parallelize_takes_torchaos_float8_linears(ctx, recipe):
-    """They multiply as torchao's emulation of them does, up to the noise of FP8, which both have beside the exact."""
+    """They multiply as torchao's emulation of them does, up to the noise of FP8, which both have beside the exact.
+
+    With "gw_fp8" ours have the weight's gradient in FP8, as torchao's tensorwise ones do.
+    """
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    ours = recipe if recipe.endswith("gw_fp8") else None
+    config = float8.Float8LinearConfig.from_recipe_name(recipe.removesuffix("_with_gw_fp8"))
     config = dataclasses.replace(config, emulate=True)
     torch.manual_seed(0)
     whole = fill(torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)).bfloat16())
@@ -417,16 +421,20 @@ def test_parallelize_takes_torchaos_float8_linears(ctx, recipe):
 
     want, torchaos = results(exact, x.double()), results(torchaos, x.clone())
     for plan in ({"0": "colwise", "2": "rowwise"}, {"0": "column", "2": "row"}):
-        model = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
-        parallelize(model, plan, ctx).to(ctx.device)
+        model = copy.deepcopy(whole) if ours else float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
+        parallelize(model, plan, ctx, float8=ours).to(ctx.device)
         made = model[0]._float8.recipe
         assert (made.scale, made.gathers_again) == (recipe[:3].replace("ten", "tensor"), recipe.endswith("hp"))
-        assert made.power_of_two == (recipe != "tensorwise") and made.fast_accum and not made.fast_accum_backward
+        assert made.power_of_two == (made.scale == "row") and made.fast_accum and not made.fast_accum_backward
+        assert made.weight_gradient == (ours is not None)
         if "column" in plan.values():
             continue
+        limit = 10**-1.8  # 18 dB of the output, 17 of gradients: torchao's own
         for got, theirs, right in zip(results(model, x.clone().to(ctx.device)), torchaos, want, strict=True):
             noise, others = ((each - right).square().sum() for each in (got, theirs))
             assert noise < 1.5 * others + 1e-5 * right.square().sum()  # no more than torchao's, beside bf16's
+            assert noise < limit * right.square().sum()
+            limit = 10**-1.7
     if recipe == "tensorwise":
         odd = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         model = float8.convert_to_float8_training(copy.deepcopy(whole), config=odd)

@@ -372,6 +372,7 @@ def test_opcheck_passes_for_every_operator(ctx):
     scaled = [
         (OPS.quantize, (x, "row", torch.float8_e4m3fn, False)),
         (OPS.dequantize, (x8, one, torch.bfloat16)),
+        (OPS.transpose_quantized, (x8, one)),
         (OPS.matmul, (x8, w8, *finish)),
         (OPS.all_gather_matmul, (x8[: rows[ctx.rank]], w8, *finish, True, *place, torch.float32)),
         (OPS.matmul_reduce_scatter, (x8, w8, *finish, *place)),

@@ -13,8 +13,9 @@ import tkernels
 import tkernels.operators
 from tkernels.comm import runtime
 from tkernels.comm.calls import PreparedCalls
+from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
-from tkernels.quantize import LEAST, quantize_reference
+from tkernels.quantize import LEAST, quantize_reference, transpose_quantized, transpose_reference
 from tkernels.testing.compare import normal, poison
 
 module = importlib.import_module("tkernels.quantize")
@@ -159,6 +160,24 @@ def test_dequantize_refuses_by_name():
         tkernels.dequantize(q, unit[:, 0])
     with pytest.raises(ValueError, match="has no gradient"):
         tkernels.dequantize(q, unit.requires_grad_())
+
+
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_transpose_quantized_gives_the_elements_in_one_scale(fp8):
+    for shape in ((1, 16), (33, 65), (64, 128), (130, 7), (0, 16), (16, 0)):
+        x = spread(shape, torch.float32)
+        for scale in ("row", "tensor"):
+            q, unit = tkernels.quantize(x, scale, fp8)
+            t, largest = transpose_quantized(q, unit)
+            assert same_bits((t, largest), transpose_reference(q, unit)), (shape, scale)
+            assert t.shape == (shape[1], round_up(shape[0], 16)) and t[:, shape[0] :].float().eq(0).all()
+            if scale == "tensor":
+                assert torch.equal(t[:, : shape[0]].float(), q.float().t()) and torch.equal(largest, unit)
+    q, unit = tkernels.quantize(normal((48, 40), torch.float32, 1, DEVICE), "row", fp8, power_of_two=True)
+    t, largest = transpose_quantized(q, unit)
+    want = (q.double() * unit.double()).t()
+    small = want.abs() < torch.finfo(fp8).tiny * largest.double()
+    assert torch.equal((t.double() * largest.double())[~small], want[~small]) and len(unit.unique()) > 1
 
 
 def test_quantize_takes_empty_tensors():

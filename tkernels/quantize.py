@@ -121,6 +121,24 @@ def dequantize_kernel(
     value = tl.load(q + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
     value *= tl.load(scale + row * scale_stride)
     tl.store(x + row * columns + column, value.to(x.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def transpose_kernel(
+    q, scale, scale_stride, largest, t, rows, columns, padded,  # [rows, columns], as above, one, [columns, padded]
+    BLOCK: tl.constexpr,
+):
+    """Each program transposes a tile, in the scale `largest`; zeros from `rows` on."""
+    tiles = tl.cdiv(columns, BLOCK)
+    row = tl.cast(tl.program_id(0) // tiles, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.cast(tl.program_id(0) % tiles, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    at = row[:, None] * columns + column[None, :]
+    value = tl.load(q + at, mask=inside[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+    unit = tl.load(scale + row * scale_stride, mask=inside, other=0.0)
+    value = (value * tl.div_rn(unit, tl.load(largest))[:, None]).to(t.dtype.element_ty)
+    at = column[:, None] * padded + row[None, :]
+    tl.store(t + at, tl.trans(value), mask=(column < columns)[:, None] & (row < padded)[None, :])
 # fmt: on
 
 
@@ -256,6 +274,43 @@ class Dequantize(NamedTuple):
             return x
 
         return call
+
+
+def transpose_quantized(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of q [M, K] in FP8 with a scale, or with one a row: the transpose [K, M], and the largest of the scales for all.
+
+    Its rows are padded with zeros to whole 16 bytes, as products take them. Elements are the same where scales are;
+    the others are rounded again, or not where they are normal numbers and the scales powers of two.
+    """
+    key = transpose_quantized, describe(q), describe(scale)
+    return local_calls.find(key, lambda: _plan_transpose(q, scale))(q, scale)
+
+
+def _plan_transpose(q: torch.Tensor, scale: torch.Tensor):
+    (rows, columns), padded, block = q.shape, round_up(q.shape[0], 16), 64
+    if q.numel() == 0 or not _takes_fp8(q.device):
+        return transpose_reference
+    t_like = q.new_empty((columns, padded), device="meta")
+    launch = PreparedLaunch(
+        transpose_kernel, triton.cdiv(padded, block) * triton.cdiv(columns, block),
+        varying=("q", "scale", "largest", "t"), q=q, scale=scale, scale_stride=int(scale.numel() > 1), largest=scale,
+        t=q, rows=rows, columns=columns, padded=padded, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+    def call(q, scale):
+        t, largest = torch.empty_like(t_like, device=q.device), scale.amax()
+        launch(q.contiguous(), scale.contiguous(), largest, t)
+        return t, largest
+
+    return call
+
+
+def transpose_reference(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`transpose_quantized` in torch: the same bits."""
+    rows, columns = q.shape
+    t, largest = q.new_zeros((columns, round_up(rows, 16))), scale.amax() if scale.numel() else scale.new_ones(())
+    t[:, :rows] = (q.float() * (scale.reshape(-1, 1) / largest)).t().to(q.dtype)
+    return t, largest
 
 
 def in_rows_of(x: torch.Tensor, columns: int) -> torch.Tensor:

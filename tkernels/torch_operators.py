@@ -47,7 +47,7 @@ from tkernels.dispatch import PLAIN, apply_transformed, define, register, transf
 from tkernels.gemm import Scales, may_stage, multiply, precision
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
-from tkernels.quantize import Quantize
+from tkernels.quantize import Quantize, transpose_quantized
 from tkernels.quantize import dequantize as _dequantize
 from tkernels.quantize import quantize as _quantize
 
@@ -412,6 +412,11 @@ ops.dequantize = define(
     "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
     _dequantize,
     lambda q, scale, dtype: q.new_empty(q.shape, dtype=dtype),
+)
+ops.transpose_quantized = define(
+    "transpose_quantized(Tensor q, Tensor scale) -> (Tensor, Tensor)",
+    transpose_quantized,
+    lambda q, scale: (q.new_empty((q.shape[1], (q.shape[0] + 15) // 16 * 16)), scale.new_empty(())),
 )
 
 

@@ -11,6 +11,11 @@ and w.T above is quantized on its own, along the dimension that the product sums
 product. The weight's gradient dy.T @ x is a product in the dtype of x. Whichever of its operands has travelled is what
 was quantized (its rows, times their scales); the recipe with "gw_hp" gathers it again, unquantized.
 
+The recipe with "gw_fp8" has that product in FP8 as well. It sums over tokens, so both operands are transposed copies of
+what was quantized for the other two products, in one scale each: where those of ranks differ, the largest, in which the
+others' elements are rounded again. Copying moves 2 bytes an element; to dequantize one, as for a product in bf16, moves
+3. And the layer keeps x in FP8 for it, in half the memory.
+
 Copies of weights are kept from call to call until a weight changes (`Copies`).
 """
 
@@ -25,6 +30,7 @@ from tkernels.comm import Context, capture, find_context
 from tkernels.comm.collectives import check_rows
 from tkernels.configs import FP8
 from tkernels.leading import Leading
+from tkernels.torch_operators import ops
 
 MULTIPLE = 16  # of which the features on both sides of a layer are multiples on every rank
 _BACKWARD = {"copy": "reduce", "reduce": "copy", "gather": "scatter", "scatter": "gather"}
@@ -37,7 +43,8 @@ class Recipe(NamedTuple):
     power_of_two: scales are.
     gradient: the dtype of dy; the others are e4m3.
     gathers_again: for the weight's gradient, what has travelled in FP8 travels again as it was.
-    fast_accum, fast_accum_backward: of the output and of the input's gradient, as in tkernels.matmul.
+    fast_accum, fast_accum_backward: of the output and of the gradients, as in tkernels.matmul.
+    weight_gradient: in FP8 too, of scales of one kind, "tensor".
     """
 
     scale: str = "row"
@@ -46,6 +53,7 @@ class Recipe(NamedTuple):
     gathers_again: bool = False
     fast_accum: bool = True
     fast_accum_backward: bool = False
+    weight_gradient: bool = False
 
     def quantize(self, x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
         return tkernels.quantize(x, self.scale, dtype, power_of_two=self.power_of_two)
@@ -55,11 +63,14 @@ RECIPES = {
     "rowwise": Recipe(),
     "rowwise_with_gw_hp": Recipe(gathers_again=True),
     "tensorwise": Recipe("tensor", False, torch.float8_e5m2),
+    "tensorwise_with_gw_fp8": Recipe("tensor", False, torch.float8_e5m2, weight_gradient=True),
 }
 
 
 def recipe_of(caller: str, float8: str | Recipe | None) -> Recipe | None:
     """The recipe of that name. Raises ValueError for none that this library has."""
+    if isinstance(float8, Recipe) and float8.weight_gradient and float8.scale != "tensor":
+        raise ValueError(f'{caller}: {float8} has scales of rows, but weight_gradient=True takes scale="tensor"')
     if float8 is None or isinstance(float8, Recipe):
         return float8
     if not isinstance(float8, str) or float8 not in RECIPES:
@@ -205,10 +216,12 @@ class _Linear(torch.autograd.Function):
         bias = _stacked_bias(ws, biases)
         keep = keep and any(ctx.needs_input_grad[2 + 1 : 2 + 1 + number])
         operands = recipe.quantize(x), _weights(kept, ws, recipe, False)
-        y, gathered = _product(kind, operands, bias, x.dtype, recipe.fast_accum, keep, rows, context)
+        y, quantized = _product(kind, operands, bias, x.dtype, recipe.fast_accum, keep, rows, context)
+        if recipe.weight_gradient and kind != "gather":
+            quantized = operands[0]
         ctx.options, ctx.number = options, number
-        ctx.save_for_backward(*(gathered if keep else (x, None)), *ws)
-        ctx.dtype, ctx.kept = x.dtype, keep
+        ctx.save_for_backward(*((x, None) if quantized is None else quantized), *ws)
+        ctx.dtype, ctx.quantized = x.dtype, quantized is not None
         return y
 
     @staticmethod
@@ -218,24 +231,29 @@ class _Linear(torch.autograd.Function):
         x, x_scale, *ws = ctx.saved_tensors
         need_x, *needs = ctx.needs_input_grad[2:]
         need_ws, need_biases = any(needs[:number]), any(needs[number:])
-        dy, dx, gathered, dws, dbiases = dy.contiguous(), None, None, [None] * number, [None] * number
+        dy, dx, quantized, dws, dbiases = dy.contiguous(), None, None, [None] * number, [None] * number
+        fast = recipe.fast_accum_backward
         if need_x:
             keep = kind == "scatter" and need_ws and not recipe.gathers_again
             operands = recipe.quantize(dy, recipe.gradient), _weights(kept, ws, recipe, True)
-            fast = recipe.fast_accum_backward
-            dx, gathered = _product(_BACKWARD[kind], operands, None, ctx.dtype, fast, keep, rows, context)
+            dx, quantized = _product(_BACKWARD[kind], operands, None, ctx.dtype, fast, keep, rows, context)
+            if recipe.weight_gradient and kind != "scatter":
+                quantized = operands[0]
         sizes, own = [len(w) for w in ws], dy
         if need_ws:
-            if gathered is not None:
-                dy = tkernels.dequantize(*gathered, ctx.dtype)
-            elif kind == "scatter":
+            if quantized is None and kind == "scatter":
                 dy = tkernels.all_gather(dy, rows=rows, ctx=find_context(context))
-            if ctx.kept:
-                x = tkernels.dequantize(x, x_scale, ctx.dtype)
-            elif kind == "gather":
+            if not ctx.quantized and kind == "gather":
                 x = tkernels.all_gather(x, rows=rows, ctx=find_context(context))
-            parts = zip(ws, needs, dy.split(sizes, 1), strict=False)
-            dws = [(part.t() @ x).to(w.dtype) if need else None for w, need, part in parts]
+            if recipe.weight_gradient:
+                left = recipe.quantize(dy, recipe.gradient) if quantized is None else quantized
+                right = (x, x_scale) if ctx.quantized else recipe.quantize(x)
+                parts = _gradient_in_float8(left, right, ws[0].dtype, fast).split(sizes)
+            else:
+                dy = dy if quantized is None else tkernels.dequantize(*quantized, ctx.dtype)
+                x = tkernels.dequantize(x, x_scale, ctx.dtype) if ctx.quantized else x
+                parts = (part.t() @ x if need else None for need, part in zip(needs, dy.split(sizes, 1), strict=False))
+            dws = [part.to(w.dtype) if need else None for w, need, part in zip(ws, needs, parts, strict=False)]
         if need_biases:
             dbias = own.sum(0)
             if kind == "scatter":
@@ -249,6 +267,12 @@ def _stacked_bias(ws, biases) -> torch.Tensor | None:
     if given is None or len(ws) == 1:
         return given
     return torch.cat([given.new_zeros(len(w)) if bias is None else bias for w, bias in zip(ws, biases, strict=True)])
+
+
+def _gradient_in_float8(dy, x, dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """dy.T @ x [N, K], of quantized dy [M, N] and x [M, K]."""
+    (dy, dy_scale), (x, x_scale) = (ops.transpose_quantized(*each) for each in (dy, x))
+    return tkernels.matmul(dy, x, x_scale=dy_scale, w_scale=x_scale, out_dtype=dtype, fast_accum=fast_accum)
 
 
 def _weights(kept: tuple[Copies, tuple] | None, ws, recipe: Recipe, transposed: bool):

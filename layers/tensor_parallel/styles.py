@@ -213,9 +213,9 @@ class ColwiseParallel(LinearStyle, style.ColwiseParallel):
 
     A plain input that is split has equally many positions on all ranks; a DTensor has torch.chunk's.
 
-    float8: "rowwise", "rowwise_with_gw_hp" or "tensorwise", for products of FP8, as torchao's Float8Linear has them
-        (which needs no float8 here): those of the output and of the input's gradient. Features must be multiples of 16
-        on every rank. None: in the dtype of the input.
+    float8: "rowwise", "rowwise_with_gw_hp", "tensorwise" or "tensorwise_with_gw_fp8", for products of FP8, as torchao's
+        Float8Linear has them (which needs no float8 here): those of the output and of the input's gradient, and with
+        the last of these of the weight's. Features must be multiples of 16 on every rank. None: in the input's dtype.
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:
