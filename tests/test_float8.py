@@ -288,7 +288,10 @@ def test_float8_trains_a_model_beside_bf16(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fully_shard", [torch_fully_shard, layers.fully_shard], ids=["torch", "ours"])
 def test_float8_under_fully_shard_trains_as_without_it(ctx, fully_shard):
-    """Of one tensor-parallel rank, over two that have the same batch. Gathers don't count as writes to a weight."""
+    """Of one tensor-parallel rank, over two that have the same batch. Gathers don't count as writes to a weight.
+
+    Copies are made once a step, with shards once a microbatch, and then none is kept while a weight isn't gathered.
+    """
     mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "tp"))
     x = normal((4, 8, K), torch.bfloat16, 1).to(ctx.device)
     found = []
@@ -301,10 +304,15 @@ def test_float8_under_fully_shard_trains_as_without_it(ctx, fully_shard):
             fully_shard(model, mesh=mesh["dp"])
         losses = []
         for _ in range(3):
-            for _ in range(2):
-                loss = model(x).float().square().mean()
-                loss.backward()
-                losses.append(loss.item())
+            with Quantizations() as quantized:
+                for _ in range(2):
+                    loss = model(x).float().square().mean()
+                    loss.backward()
+                    losses.append(loss.item())
+            # Both weights, and the second one's transpose: x has no gradient.
+            assert quantized.weights((N, K), (K, N)) == (6 if sharded else 3)
+            kept = [len(each._float8.copies._made) for each in (model[0], model[2])]
+            assert kept == ([0, 0] if sharded else [1, 2])
             with torch.no_grad():  # no optimizer, whose step would be noticed
                 for parameter in model.parameters():
                     parameter.add_(parameter.grad, alpha=-0.5)

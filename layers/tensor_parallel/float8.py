@@ -132,8 +132,8 @@ class Copies:
 
     They are kept while nothing tells that a weight may have changed: torch's count of writes to it, its address, an
     optimizer's step, another parameter in its place (as fully_shard puts there after each gather). A write through
-    `weight.data` alone tells nothing. So copies are kept only for calls that record a gradient; others, and the graphs
-    of CUDA and torch.compile, make them anew.
+    `weight.data` alone tells nothing, nor one by a replayed CUDA graph. So copies are kept only for calls that record a
+    gradient; others, and the graphs of CUDA and torch.compile, make them anew.
     """
 
     def __init__(self):
