@@ -373,10 +373,9 @@ def test_float8_is_refused_by_name(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_float8_layers_trace_without_a_break(ctx):
-    layer = ColumnParallelLinear.from_linear(linear(), mesh=ctx, float8="rowwise", sequence_parallel=True).to(
-        ctx.device
-    )
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise_with_gw_fp8"])
+def test_float8_layers_trace_without_a_break(ctx, recipe):
+    layer = ColumnParallelLinear.from_linear(linear(), mesh=ctx, float8=recipe, sequence_parallel=True).to(ctx.device)
     x = normal((8, K), torch.bfloat16, 1 + ctx.rank, ctx.device)
     results = []
     for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
