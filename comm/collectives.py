@@ -18,7 +18,6 @@ with programs p of its peers.
 All three ways sum in fp32 in rank order: the result has the same bits on every run and on every rank.
 """
 
-import functools
 import math
 import operator
 from dataclasses import dataclass, fields
@@ -30,10 +29,9 @@ import triton.language as tl
 
 from tkernels.comm.arguments import check_out, check_resolved, whole
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
+from tkernels.comm.copies import Send
 from tkernels.comm.device import (
     NVSHMEM,
-    Mail,
     Net,
     begin_call,
     copy,
@@ -45,12 +43,12 @@ from tkernels.comm.device import (
     put_packets,
     signal_all,
     wait_begun,
-    wait_chunk,
     wait_packets,
 )
+from tkernels.comm.mail import Mail, begin_mail, chunk_word, end_mail, parity, second_phase, wait_chunk
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
 from tkernels.comm.regions import round_up
-from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
+from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES, Inbox
 
 OP_ALL_GATHER = operation("all_gather")
 OP_REDUCE_SCATTER = operation("reduce_scatter")
@@ -199,6 +197,16 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def send_to_all(mail, dst, src, size, chunk, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """Put a chunk of this rank to `dst` in the memory of every peer, then signal it."""
+    for step in range(1, L.RANKS):
+        target = (net.rank + step) % L.RANKS
+        mark(SEND, chunk, target, net, L)
+        put(dst, src, size, target, net, L, BLOCK, ALIGN)
+    signal_all(chunk_word(mail, net.rank, chunk), mail.epoch, net, L)
+
+
+@triton.jit
 def receive_parts(
     out, mail, starts, chunk, piece, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
@@ -229,28 +237,21 @@ def all_gather_kernel(
     pid = tl.program_id(0)
     net = Net(table, rank)
     epoch = begin_call(state, call, net, L)
-    inbox += epoch % 2 * inbox_stride
+    mail = Mail(inbox + parity(epoch) * inbox_stride, ready, delivered, max_chunks, epoch)
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
-    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
-    begin_landing(pid, 0, mail, net, L)
-    if gate is None:
+    begin_mail(mail, gate, 0, net, L)
+    if not L.COPIED:
         for index in range(pid, chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             size = tl.minimum(part - first, chunk)
-            for step in range(1, L.RANKS):
-                target = (rank + step) % L.RANKS
-                mark(SEND, index, target, net, L)
-                put(inbox + start + first, x + first, size, target, net, L, BLOCK, ALIGN)
-            signal_all(ready + rank * max_chunks + index, epoch, net, L)
+            send_to_all(mail, mail.memory + start + first, x + first, size, index, net, L, BLOCK, ALIGN)
     for index in range(pid, chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(out, mail, starts, chunk, chunk, net, L, BLOCK, ALIGN)
-    await_copies(pid, mail, net, L)
-    end_marks(net, L)
-    end_launch(state, call, None, 0, mail, net, L)
+    end_mail(mail, state, copied, None, 0, call, net, L)
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks", "call"])
@@ -268,11 +269,10 @@ def reduce_kernel(
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may exceed 2**31
     net = Net(table, rank)
     epoch = begin_call(state, call, net, L)
-    inbox += epoch % 2 * inbox_stride
+    mail = Mail(inbox + parity(epoch) * inbox_stride, ready, delivered, max_chunks, epoch)
+    begin_mail(mail, gate, 0, net, L)
     pid = tl.program_id(0)
-    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
-    begin_landing(pid, 0, mail, net, L)
-    if gate is None:
+    if not L.COPIED:
         for index in range(pid, num_chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             for step in range(1, L.RANKS):
@@ -280,15 +280,14 @@ def reduce_kernel(
                 start, part = part_of(starts, target * OWN_PARTS, x.dtype.element_ty, ALIGN)
                 mark(SEND, index, target, net, L)
                 put(
-                    inbox + rank * part_stride + first, x + start + first,
+                    mail.memory + rank * part_stride + first, x + start + first,
                     tl.maximum(tl.minimum(part - first, chunk), 0), target, net, L, BLOCK, ALIGN,
                 )
-            signal_all(ready + rank * max_chunks + index, epoch, net, L)
+            signal_all(chunk_word(mail, rank, index), epoch, net, L)
 
     start, part = part_of(starts, rank * OWN_PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
-    gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
-    gathered_ready = ready + L.RANKS * max_chunks
+    sums = second_phase(mail, (mail.memory + L.RANKS * part_stride).to(out.dtype), L)
     chunks = chunk_count(part, chunk)
     for index in range(pid, chunks, tl.num_programs(0)):
         for source in range(L.RANKS):
@@ -305,26 +304,19 @@ def reduce_kernel(
                 if source == rank:
                     total += tl.load(x + start + at, mask=at < last, other=0.0).to(tl.float32)
                 else:
-                    total += tl.load(inbox + source * part_stride + at, mask=at < last, other=0.0).to(tl.float32)
+                    theirs = mail.memory + source * part_stride
+                    total += tl.load(theirs + at, mask=at < last, other=0.0).to(tl.float32)
             tl.store(own + at, total.to(out.dtype.element_ty), mask=at < last)
         if GATHER:
-            if gate is not None:
+            if L.COPIED:
                 piece = index // piece_chunks
                 count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), L)
             else:
                 tl.debug_barrier()  # threads copy what other threads of the program have stored
-                for step in range(1, L.RANKS):
-                    target = (rank + step) % L.RANKS
-                    mark(SEND, index, target, net, L)
-                    put(gathered + start + first, own + first, last - first, target, net, L, BLOCK, ALIGN)
-                signal_all(gathered_ready + rank * max_chunks + index, epoch, net, L)
+                send_to_all(sums, sums.memory + start + first, own + first, last - first, index, net, L, BLOCK, ALIGN)
     if GATHER:
-        counts = delivered + L.RANKS if delivered is not None else None
-        sums = Mail(gathered, gathered_ready, counts, gate, copied, max_chunks, epoch)
         receive_parts(out, sums, starts, chunk, chunk, net, L, BLOCK, ALIGN)
-    await_copies(pid, mail, net, L)
-    end_marks(net, L)
-    end_launch(state, call, counters, num_counters, mail, net, L)
+    end_mail(mail, state, copied, counters, num_counters, call, net, L)
 
 
 @triton.jit
@@ -403,7 +395,7 @@ def packets_kernel(
         turn = tl.load(state + LAMPORT_CALLS)
         packets += turn % 3 * inbox_stride
     else:
-        packets += turn % 2 * inbox_stride
+        packets += parity(turn) * inbox_stride
     own_start, own = part_of(starts, rank * OWN_PARTS, DTYPE, ALIGN)
     blocks = tl.cdiv(max_part, BLOCK)
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -663,7 +655,7 @@ class Barrier(NamedTuple):
 
     def prepare(self, ctx: Context):
         workspace = ctx.workspace().reserve(0, 1)
-        return ctx.bind_call(barrier_kernel, 1, workspace, L=ctx.link(OP_BARRIER), num_warps=1)
+        return ctx.bind_call(barrier_kernel, 1, workspace, OP_BARRIER, num_warps=1)
 
 
 _BARRIER = Barrier()
@@ -706,18 +698,6 @@ class _Parts:
             maxnreg=128,
         )
 
-    def reserve(self, elements: int, landing: bool, num_counters: int = 0, least: int = 0):
-        """The workspace, its landing or inboxes in x's dtype, and the distance between the inboxes in elements.
-
-        least: elements that the inboxes must have room for in any case.
-        """
-        inbox, landed = (least, elements) if landing else (max(least, elements), 0)
-        workspace = self.ctx.workspace().reserve(
-            inbox * self.itemsize, self.num_chunks, num_counters=num_counters, landing_bytes=landed * self.itemsize
-        )
-        memory, stride = (workspace.landing, 0) if landing else (workspace.inbox, workspace.inbox_bytes)
-        return workspace, memory.view(self.x.dtype), stride // self.itemsize
-
     def gather(self, config: CollectiveConfig):
         """The launch that sends this rank's part to every peer and collects all parts."""
         ctx = self.ctx
@@ -725,18 +705,19 @@ class _Parts:
         if 1 < self.itemsize < 8 and config.gathers_packets(self.max_part * self.itemsize, ctx):
             return self.packets(OP_ALL_GATHER, reduce=False)
         copied = config.copies(self.max_part * self.itemsize, ctx)
-        workspace, inbox, stride = self.reserve(self.total, copied)
-        launch = ctx.bind_call(
-            all_gather_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
-            inbox=inbox, inbox_stride=stride, starts=self.starts, chunk=self.chunk, L=ctx.link(OP_ALL_GATHER),
-            landing=copied, copied=copied, varying=("x", "out"), **self.options,
+        inbox, copies = Inbox.of(ctx, copied, self.num_chunks, self.total, 1, self.x.dtype), None
+        if copied:
+            own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
+            copies = [
+                Send((ctx.rank + step) % ctx.size, "x", start * self.itemsize, (first + start) * self.itemsize,
+                     size * self.itemsize, ctx.rank, chunks)
+                for step in range(1, ctx.size) for start, size, chunks in self.pieces(own)
+            ]  # fmt: skip
+        return ctx.bind_call(
+            all_gather_kernel, min(self.num_programs, self.num_chunks), inbox.workspace, OP_ALL_GATHER,
+            x=self.x, out=self.out, inbox=inbox.matrix, inbox_stride=inbox.stride, starts=self.starts,
+            chunk=self.chunk, landing=copied, copies=copies, varying=("x", "out"), **self.options,
         )  # fmt: skip
-        own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
-        return self.with_copies(launch, workspace, copied and [
-            Send((ctx.rank + step) % ctx.size, 0, start * self.itemsize, (first + start) * self.itemsize,
-                 size * self.itemsize, ctx.rank, chunks)
-            for step in range(1, ctx.size) for start, size, chunks in self.pieces(own)
-        ])  # fmt: skip
 
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
         """The launch that sums each part over all ranks for its owner, and with `gather` sends the sums to all."""
@@ -756,15 +737,14 @@ class _Parts:
         if gather and ctx.size > 2:  # a smaller call that takes one shot must not need a larger inbox
             least = ctx.size * (config.most_in_one_shot(ctx.size) // self.itemsize + BLOCK)
         num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
-        workspace, inbox, stride = self.reserve(needed, copied, num_counters, least)
-        launch = ctx.bind_call(
-            reduce_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
-            inbox=inbox, inbox_stride=stride, part_stride=part_stride, num_counters=num_counters, starts=self.starts,
-            chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
-            L=ctx.link(operation), GATHER=gather, WHOLE=self.whole,
-            landing=copied, copied=copied, varying=("x", "out"), **self.options,
+        inbox = Inbox.of(ctx, copied, self.num_chunks, needed, 1, self.x.dtype, least=least * self.itemsize)
+        return ctx.bind_call(
+            reduce_kernel, min(self.num_programs, self.num_chunks), inbox.workspace, operation, x=self.x, out=self.out,
+            inbox=inbox.matrix, inbox_stride=inbox.stride, part_stride=part_stride, num_counters=num_counters,
+            starts=self.starts, chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
+            GATHER=gather, WHOLE=self.whole, landing=copied,
+            copies=self.reduced_sends(part_stride, gather) if copied else None, varying=("x", "out"), **self.options,
         )  # fmt: skip
-        return self.with_copies(launch, workspace, copied and self.reduced_sends(part_stride, gather))
 
     def pieces(self, part: int):
         """The copies that a part is sent in: (first element, elements, chunks of the part delivered by then)."""
@@ -786,22 +766,15 @@ class _Parts:
                 for first, count, chunks in pieces[peer][number : number + 1]:
                     start = sum(self.parts[:peer])
                     to = (rank * part_stride + first) * itemsize
-                    sends.append(Send(peer, 0, (start + first) * itemsize, to, count * itemsize, rank, chunks))
+                    sends.append(Send(peer, "x", (start + first) * itemsize, to, count * itemsize, rank, chunks))
         start, itemsize = sum(self.parts[:rank]), self.out.element_size()
         for number, (first, count, chunks) in enumerate(self.pieces(self.parts[rank]) if gather else ()):
             at = (start + first) * itemsize
             to, summed = size * part_stride * self.itemsize + at, chunks - number * self.piece_chunks
             for peer in peers:
                 waited = summed if peer == peers[0] else 0
-                sends.append(Send(peer, 1, at, to, count * itemsize, size + rank, chunks, number, waited))
+                sends.append(Send(peer, "out", at, to, count * itemsize, size + rank, chunks, number, waited))
         return sends
-
-    def with_copies(self, launch, workspace, sends: list[Send] | bool):
-        """A function of x and out: the launch, together with the copy engine's sends if there are any."""
-        if not sends:
-            return launch
-        copies = Copies(self.ctx, workspace, sends)
-        return lambda x, out: copies.beside(functools.partial(launch, x, out), x, out)
 
     def packets(self, operation, reduce: bool, gather: bool = False):
         """The launch of `reduce`, or of `gather` without `reduce`, by packets. None if all parts are empty."""
@@ -813,10 +786,10 @@ class _Parts:
         name = "lamport" if reduce else "packets"
         workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
         return ctx.bind_call(
-            packets_kernel, min(self.num_programs, blocks), workspace, x=self.x, out=self.out,
+            packets_kernel, min(self.num_programs, blocks), workspace, operation, x=self.x, out=self.out,
             packets=getattr(workspace, name), inbox_stride=getattr(workspace, f"num_{name}"),
             source_stride=blocks * PACKET_BLOCK, starts=self.starts, max_part=self.max_part,
-            L=ctx.link(operation), REDUCE=reduce, WHOLE=self.whole, GATHER=gather,
+            REDUCE=reduce, WHOLE=self.whole, GATHER=gather,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
             maxnreg=self.options["maxnreg"], varying=("x", "out"),
         )  # fmt: skip

@@ -26,6 +26,7 @@ from tkernels.comm.calls import (
     form_name,
     local_calls,
 )
+from tkernels.comm.copies import Copies, Send
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
@@ -366,21 +367,26 @@ class Context:
         return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
     def bind_call(
-        self, kernel, num_programs: int, workspace: Workspace, *, varying: tuple[str, ...] = (), landing: bool = False,
-        copied: bool = False, **arguments,
-    ) -> PreparedLaunch:  # fmt: skip
+        self, kernel, num_programs: int, workspace: Workspace, operation: tl.constexpr | int, *,
+        varying: tuple[str, ...] = (), landing: bool = False, copies: list[Send] | None = None, **arguments,
+    ) -> PreparedLaunch | Copies:  # fmt: skip
         """`bind`, for the kernel of an operation, which compares calls.
 
-        Its argument `call` is the number of the call in progress. Those named as in `Workspace.words` come from there.
-        With `copied`, the gate of each call comes after the tensors that `varying` names.
+        Its argument `call` is the number of the call in progress, L the constants of its launch. Those named as in
+        `Workspace.words` come from there.
+        landing: data arrives in the landing.  copies: what the copy engine sends, if it does.
         """
+        workspace.reserve(0, 0, num_counters=arguments.get("num_counters", 0))
         shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
-        words = workspace.words(landing, copied)
-        words = {name: value for name, value in words.items() if name in kernel.arg_names}
-        varying = (*varying, "gate") if copied else varying
-        launch = self.bind(kernel, num_programs, varying=varying, **words | arguments, call=shared.number)
+        words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
+        copied = copies is not None
+        link = self.link(operation)._replace(LANDING=tl.constexpr(landing), COPIED=tl.constexpr(copied))
+        launch = self.bind(
+            kernel, num_programs, varying=(*varying, "gate") if copied else varying, L=link, call=shared.number,
+            **words | arguments,
+        )  # fmt: skip
         launch.shared = self._shared.setdefault(shared.number, shared)
-        return launch
+        return Copies(self, workspace, copies, launch, varying) if copied else launch
 
     def call(self, call: Call, *tensors: torch.Tensor | None):
         """Carry out a call on the current stream, as what has been prepared for calls of its kind.

@@ -67,6 +67,7 @@ CALL_BITS = tl.constexpr(calls.CALL_BITS)  # of a `begun` word, for the call's n
 CALL_MASK = tl.constexpr((1 << calls.CALL_BITS) - 1)
 
 POLLS_PER_OTHER = tl.constexpr(8)  # polls of the likely word between two polls of the alternative one
+LOOKS = tl.constexpr(64)  # polls of all peers' `begun` words together, before each is waited for separately
 POLLS_PER_LOOK = tl.constexpr(256)  # polls between two checks of the clock and the fault flag; a poll takes about 1 us
 
 SET = tl.constexpr(0)
@@ -95,6 +96,7 @@ class Link(NamedTuple):
 
     RANKS: of the group.  OPERATION: see `operation`.  TRANSPORT: one of TRANSPORTS.  TRACE: make marks (comm/marks.py).
     TMA: kernels use it, so that its accesses must be ordered with others; see `runtime.has_tma`.
+    LANDING: what arrives in an operation comes to the landing (comm/mail.py).  COPIED: this rank's copy engine sends.
     """
 
     RANKS: object
@@ -102,24 +104,8 @@ class Link(NamedTuple):
     TRANSPORT: object
     TRACE: object = tl.constexpr(False)
     TMA: object = tl.constexpr(True)
-
-
-class Mail(NamedTuple):
-    """What arrives in a launch, how a program knows, and what opens the way for this rank's own copies.
-
-    memory: where it arrives.  ready: signals [ranks, max_chunks] that a chunk is there once they are `epoch`.
-    delivered: [ranks] chunks of each rank that copy engines have delivered; None where no rank's copy engine sends.
-    gate, copied: this rank's copy engine begins once the one word is 1, and then sets the other to 1; None where it
-    does not send. See comm/copies.py.
-    """
-
-    memory: object
-    ready: object
-    delivered: object
-    gate: object
-    copied: object
-    max_chunks: object
-    epoch: object
+    LANDING: object = tl.constexpr(False)
+    COPIED: object = tl.constexpr(False)
 
 
 _operations = {}
@@ -500,22 +486,6 @@ def completes(counter, number, L):
 
 
 @triton.jit
-def wait_chunk(mail, source, chunk, net, L):
-    """Wait for a chunk of `source`: for its signal, or for the copy engine to have delivered more than `chunk` chunks.
-
-    Orders, ends: as `wait_signal`.
-    Where this rank's copy engine sends, those of its peers mostly do: their word is polled more often; else the signal.
-    """
-    word = mail.ready + source * mail.max_chunks + chunk
-    if mail.delivered is None:
-        wait_signal(word, mail.epoch, source, chunk, net, L)
-    elif mail.gate is not None:
-        wait_signal(mail.delivered + source, chunk + 1, source, chunk, net, L, word, mail.epoch)
-    else:
-        wait_signal(word, mail.epoch, source, chunk, net, L, mail.delivered + source, chunk + 1)
-
-
-@triton.jit
 def wait_signal(signal_word, epoch, source, chunk, net, L, other=None, value=None, SHIFT: tl.constexpr = 0):
     """Wait until the local `signal_word` is at least `epoch`.
 
@@ -771,7 +741,7 @@ def end_call(state, epoch, call, net, L):
     if not INTERPRETED:
         # The words came ahead of the data. They are loaded before the atomic of end_epoch and looked at after it, so
         # that one latency hides the other.
-        peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
+        peers = peers_of(net, L)
         seen = tl.load(begun_words(net) + peers, mask=(peers < L.RANKS) & compares, other=0, volatile=True)
     last = end_epoch(state, epoch)
     if compares:
@@ -789,9 +759,29 @@ def end_call(state, epoch, call, net, L):
 
 
 @triton.jit
+def peers_of(net, L):
+    """A block of this rank's peers, the next rank first; some come again, to fill a power of two."""
+    return (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
+
+
+@triton.jit
 def wait_begun(epoch, source, net, L):
     """Wait until `source` has begun the call of this epoch. Orders, ends: as `wait_signal`."""
     wait_signal(begun_words(net) + source, epoch, source, 0, net, L, None, None, CALL_BITS)
+
+
+@triton.jit
+def await_peers(epoch, net, L):
+    """Wait until all peers have begun this call: then the earlier contents of their landings are no longer read."""
+    words = begun_words(net) + peers_of(net, L)
+    looks = 0
+    here = arrived(words, epoch << CALL_BITS, L)
+    while (looks < LOOKS) & (here == 0):
+        here = arrived(words, epoch << CALL_BITS, L)
+        looks += 1
+    if not here:
+        for step in range(1, L.RANKS):
+            wait_begun(epoch, (net.rank + step) % L.RANKS, net, L)
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -83,7 +83,7 @@ class Workspace:
     ready: int64 [2 * size * num_chunks], symmetric; word (phase, source, chunk) holds the epoch in which that chunk
         last arrived.
     landing: uint8 [landing_bytes], symmetric: the single inbox that the copy engine can write into
-        (tkernels.comm.copies).
+        (tkernels.comm.mail).
     delivered: int64 [2 * size], symmetric, zero between calls: word (phase, source) counts the chunks of this call that
         a copy engine has delivered.
     begun: int64 [size], symmetric: for each rank, the epoch of the last call that it has begun, and in the low
@@ -153,22 +153,12 @@ class Workspace:
         """Bytes of its current memory: the symmetric memory, the scratch and the counters."""
         return sum(each.nbytes for each in (self._memory, self.scratch, self.counters) if each is not None)
 
-    def words(self, landing: bool = False, copied: bool = False) -> dict[str, torch.Tensor | int | None]:
-        """What a call's kernel reads and writes there besides data, by the names of its arguments.
-
-        landing: data goes to the landing.  copied: this rank's goes by the copy engine.
-        """
-        return dict(
-            table=self.table,
-            rank=self.context.rank,
-            state=self.state,
-            counters=self.counters,
-            ready=self.ready,
-            max_chunks=self.num_chunks,
-            gate=self.gates[0] if copied else None,  # captured calls are given another one
-            copied=self.copied if copied else None,
-            delivered=self.delivered if landing else None,
-        )
+    def words(self) -> dict[str, torch.Tensor | int]:
+        """What a call's kernel reads and writes there besides data, by the names of its arguments."""
+        names = "table", "state", "counters", "ready", "copied", "delivered"
+        words = {name: getattr(self, name) for name in names}
+        # Captured calls that the copy engine sends are given another gate.
+        return words | {"rank": self.context.rank, "max_chunks": self.num_chunks, "gate": self.gates[0]}
 
     def prepared(self, *key_and_prepare):
         """What `PreparedCalls.find` finds or prepares; it is kept for a graph that is being captured.
@@ -276,6 +266,41 @@ class Workspace:
         if self._memory is not None and not self._captured_calls:
             self._outgrown.append(self._memory)
         return memory
+
+
+class Inbox(NamedTuple):
+    """Where rows of peers arrive in calls of one kind, in a workspace that has room for them.
+
+    matrix: [stride + rows, columns], both of the inboxes that alternate, or the landing.
+    stride: row at which the second inbox begins; 0: there is only the landing.
+    behind: what lies behind the rows of the first inbox, and behind those of the second, in fp32.
+    """
+
+    workspace: Workspace
+    matrix: torch.Tensor
+    stride: int
+    behind: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, ctx, landing: bool, chunks: int, rows: int, columns: int, dtype, numbers: int = 0, least: int = 0
+    ) -> "Inbox":  # fmt: skip
+        """numbers: so many of fp32 lie behind the rows. least: bytes that the inboxes have room for in any case."""
+        row_bytes = columns * dtype.itemsize
+        num_bytes = max(rows, 4) * row_bytes + 4 * numbers
+        if landing:
+            workspace = ctx.workspace().reserve(least, chunks, landing_bytes=num_bytes)
+            memory, stride = workspace.landing, 0
+        else:
+            workspace = ctx.workspace().reserve(max(least, num_bytes), chunks)
+            # The second inbox begins at the first whole row past the first one's bytes, and at an even one: finished
+            # rows may be fp32, and two 16-bit rows are whole fp32 words.
+            memory, stride = workspace.inbox, -(-workspace.inbox_bytes // row_bytes)
+            stride += stride % 2
+        end = (stride + rows) * row_bytes
+        matrix = memory[:end].view(dtype).view(-1, columns)
+        behind = memory[rows * row_bytes : end + 4 * numbers] if numbers else memory[:0]
+        return cls(workspace, matrix, stride, behind.view(torch.float32))
 
 
 class Workspaces(dict):

@@ -542,7 +542,7 @@ def prepare():
         bases = [memory.data_ptr()] * group.size
         return runtime.Segment(memory, bases, bases, group.global_ranks)
 
-    copies.Copies.beside = lambda self, launch, *sources: launch(self._workspace.gates[0])
+    copies.Copies.__call__ = lambda self, *tensors: self._launch(*tensors, self._gates[0])
     runtime.device = lambda: torch.device("cpu")
     runtime.open_segment = open_segment
     context.Group = NoRanks
@@ -704,7 +704,7 @@ def facts_of(kernel) -> dict:
         "constants": {name: value for name, value in constants.items() if isinstance(value, (int, str, bool))},
         "dtype": _operand_dtype(kernel.src.signature) if "PRECISION" in constants else "",
         "descriptors": [name for name, kind in kernel.src.signature.items() if str(kind).startswith("tensordesc")],
-        "marks": "end_marks" in function.fn.__code__.co_names,
+        "marks": "mark" in function.fn.__code__.co_names,
         "threads": threads,
         "num_stages": metadata.num_stages,
         "sm": _gpu.sm,

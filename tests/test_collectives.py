@@ -195,7 +195,7 @@ def test_copies_of_several_pieces_arrive_whole_in_place_and_in_other_dtypes(ctx,
                 mine = wholes[ctx.rank].clone()
                 collectives.all_reduce(ctx, mine, out=mine, config=config)
                 assert torch.equal(mine, total.bfloat16())
-            assert [arguments["copied"] is not None for *_, arguments in launched] == 6 * [True]
+            assert [arguments["COPIED"] for *_, arguments in launched] == 6 * [True]
     ctx.check()
     ctx.group.barrier()
     assert not ctx.workspace().delivered.any() and not ctx.workspace().counters.any()

@@ -30,8 +30,9 @@ import tkernels
 from tkernels import fused
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.choice import overlap_config
-from tkernels.comm import WaitTimeoutError, copies, device, interpreter
+from tkernels.comm import WaitTimeoutError, copies, device, interpreter, mail
 from tkernels.comm.collectives import split_rows
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
@@ -200,7 +201,7 @@ def test_delays_change_no_bit_and_a_launch_has_no_program_that_sends(ctx):
             with interpreter.execution(jitter_seed=seed, rank=ctx.rank), launches() as launched:
                 got = by_copies(ctx, name, x, w, **options(name, rows))
             assert torch.equal(got, want), (name, seed)
-            assert [arguments["copied"] is not None for _, _, arguments in launched] == [True]
+            assert [arguments["COPIED"] for _, _, arguments in launched] == [True]
 
 
 @simulated_only
@@ -211,7 +212,7 @@ def test_the_last_program_alone_opens_the_gate_and_waits_for_the_copies(ctx, nam
     x, w, want = operands(ctx, name, rows, 40, 48, torch.bfloat16, 3)
     call = functools.partial(by_copies, ctx, name, x, w, **options(name, rows))
     call()  # the workspace is as large as it needs to be
-    copied, count, wait_signal = ctx.workspace().copied.data_ptr(), copies.count, copies.wait_signal
+    copied, count, wait_signal = ctx.workspace().copied.data_ptr(), mail.count, mail.wait_signal
     opened, awaited = [], []
 
     @interpreter.builtin
@@ -226,8 +227,8 @@ def test_the_last_program_alone_opens_the_gate_and_waits_for_the_copies(ctx, nam
         wait_signal(word, *arguments)
 
     with (
-        mock.patch.object(copies, "count", note_opened),
-        mock.patch.object(copies, "wait_signal", note_awaited),
+        mock.patch.object(mail, "count", note_opened),
+        mock.patch.object(mail, "wait_signal", note_awaited),
         launches() as launched,
     ):
         assert torch.equal(call(), want)
@@ -381,8 +382,8 @@ def landing_used_again(ctx, form, name, call):
         mock.patch.object(device, "spin", late_reader),
         mock.patch.object(device, "delay", put),
         mock.patch.object(copies, "host_copy", tell),
-        mock.patch.object(copies, "await_peers", no_wait if form == "wrong" else copies.await_peers),
-        mock.patch.object(module, "await_peers", no_wait if form == "wrong" else copies.await_peers, create=True),
+        mock.patch.object(mail, "await_peers", no_wait if form == "wrong" else mail.await_peers),
+        mock.patch.object(module, "await_peers", no_wait if form == "wrong" else mail.await_peers, create=True),
     ):
         for x, w, want in made[1:]:
             calls.append(None)
@@ -395,7 +396,7 @@ def counts_stay(ctx, form, name):
     """Two calls, in the second of which rank 0's copies are late; in the wrong form their counts stay as they are."""
     made = [operands(ctx, name, (40, 40), 24, 16, torch.float32, seed) for seed in range(2)]
     module = importlib.import_module(f"tkernels.{AG if name == AG else RS}")  # whose kernel it is
-    peer, copy, end_launch, calls, results = Meeting(ctx, PATIENCE_S[form]), copies.host_copy, module.end_launch, [], []
+    peer, copy, end_mail, calls, results = Meeting(ctx, PATIENCE_S[form]), copies.host_copy, module.end_mail, [], []
 
     def late_copy(*arguments):
         if ctx.rank == 0 and len(calls) == 2:
@@ -403,12 +404,12 @@ def counts_stay(ctx, form, name):
         copy(*arguments)
 
     @interpreter.builtin
-    def keep(state, epoch, counters, num_counters, copied, landed, *constants):
-        end_launch(state, epoch, counters, num_counters, copied, None, *constants)
+    def keep(*arguments):
+        end_mail(*arguments[:-1], arguments[-1]._replace(LANDING=False))
 
     with (
         mock.patch.object(copies, "host_copy", late_copy),
-        mock.patch.object(module, "end_launch", keep if form == "wrong" else end_launch),
+        mock.patch.object(module, "end_mail", keep if form == "wrong" else end_mail),
     ):
         for x, w, want in made:
             calls.append(None)
@@ -461,7 +462,7 @@ def ends_early(ctx, form, name):
     """Rank 0's copies are late; in the wrong form its launch ends before, and what follows overwrites their source."""
     rows = (33, 20)
     x, w, _ = operands(ctx, name, rows, 24, 16, torch.float32, 3)
-    module, copy, ended, late_copies = importlib.import_module(f"tkernels.{name}"), copies.host_copy, [], []
+    copy, wait_signal, ended, late_copies = copies.host_copy, mail.wait_signal, [], []
 
     def late_copy(goal, source, num_bytes):
         limit = time.monotonic() + PATIENCE_S[form]
@@ -470,13 +471,19 @@ def ends_early(ctx, form, name):
         late_copies.append(bool(ended))
         copy(goal, source, num_bytes)
 
-    def launch_and_note(self, launch, *sources, beside=copies.Copies.beside):
-        beside(self, lambda gate: (launch(gate), ended.append(None)), *sources)
+    def launch_and_note(self, *tensors, launch=PreparedLaunch.__call__):
+        launch(self, *tensors)
+        ended.append(None)
+
+    @interpreter.builtin
+    def wait_for_peers(word, epoch, source, *arguments):
+        if int(source) != ctx.rank:  # else for the copies
+            wait_signal(word, epoch, source, *arguments)
 
     with (
         mock.patch.object(copies, "host_copy", late_copy),
-        mock.patch.object(copies.Copies, "beside", launch_and_note),
-        mock.patch.object(module, "await_copies", no_wait if form == "wrong" else module.await_copies),
+        mock.patch.object(PreparedLaunch, "__call__", launch_and_note),
+        mock.patch.object(mail, "wait_signal", wait_for_peers if form == "wrong" else wait_signal),
     ):
         by_copies(ctx, name, x, w, chunk_rows=1 << 20, **options(name, rows))
     return not any(late_copies)

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tkernels.configs import FP8, MAX_LOOK, GemmConfig, OverlapConfig
+from tkernels.comm.mail import MAX_LOOK
+from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.gpus import GPUS, H200, SIMULATED
 from tkernels.model import (
     COPY_ENGINE,

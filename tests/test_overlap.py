@@ -14,13 +14,13 @@ from transports import simulated_only
 import tkernels
 from tkernels import overlap
 from tkernels.all_gather_matmul import row_of_tiles
-from tkernels.comm import interpreter, runtime
-from tkernels.comm.device import SIMULATED, Link, Mail, Net
+from tkernels.comm import interpreter, mail, runtime
+from tkernels.comm.device import SIMULATED, Link, Net
+from tkernels.comm.mail import MAX_LOOK, Mail, wait_chunks, words_of_peers
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.model import Problem, choose
 from tkernels.overlap import (
-    MAX_LOOK,
     TILE_FIELDS,
     are_even,
     num_chunks,
@@ -28,9 +28,7 @@ from tkernels.overlap import (
     programs_of,
     take_tile,
     tile_schedule,
-    wait_chunks,
     waves_of,
-    words_of_peers,
 )
 from tkernels.waves import Waves
 
@@ -166,8 +164,8 @@ def test_a_last_turn_that_is_not_full_is_dealt_out_too_and_parts_are_not():
         assert waves.tolist() == [*(tile // programs for tile in range(whole)), *[-1] * parts]
 
 
-def link(ranks: int) -> Link:
-    return Link(tl.constexpr(ranks), tl.constexpr(0), SIMULATED)
+def link(ranks: int, copied: bool = False) -> Link:
+    return Link(tl.constexpr(ranks), tl.constexpr(0), SIMULATED, COPIED=tl.constexpr(copied))
 
 
 @triton.jit
@@ -186,9 +184,9 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
 
 
 @triton.jit
-def waits_kernel(ready, landed, table, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
-    mail = Mail(None, ready, landed, ready if COPIES else None, None, 6, 5)
-    wait_chunks(mail, 2, 1, 3, Net(table, 0), L, SOURCES)
+def waits_kernel(ready, landed, table, L, SOURCES: tl.constexpr):
+    arriving = Mail(None, ready, landed, 6, 5)
+    wait_chunks(arriving, 2, 1, 3, Net(table, 0), L, SOURCES)
 
 
 @simulated_only
@@ -201,11 +199,11 @@ def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen
         return (tl.load(words) >= value).handle.data.all()
 
     @interpreter.builtin
-    def wait(mail, source, chunk, *arguments):
+    def wait(arriving, source, chunk, *arguments):
         waits.append((int(source), int(chunk)))
 
     table = torch.zeros(1, dtype=torch.int64)
-    with mock.patch.object(overlap, "arrived", look), mock.patch.object(overlap, "wait_chunk", wait):
+    with mock.patch.object(mail, "arrived", look), mock.patch.object(mail, "wait_chunk", wait):
         for sources, copies in itertools.product((2, 3), (False, True)):
             peers = [2, 3, 0][:sources]
             every = list(itertools.product(peers, range(1, 4)))
@@ -217,7 +215,7 @@ def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen
                 if missing:
                     ready[missing] = 4
                     landed[missing[0]] = missing[1]
-                waits_kernel[(1,)](ready, landed, table, link(4), sources, copies)
+                waits_kernel[(1,)](ready, landed, table, link(4, copies), sources)
                 assert waits == (every if missing else []), (sources, copies, missing)
                 waits.clear()
 
@@ -225,15 +223,15 @@ def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen
 @simulated_only
 @pytest.mark.ranks(2)
 def test_an_operation_waits_for_every_chunk_that_its_tiles_reach_into(ctx):
-    waits, wait_chunk, config = set(), overlap.wait_chunk, replace(CONFIGS[3], num_comm=1)
+    waits, wait_chunk, config = set(), mail.wait_chunk, replace(CONFIGS[3], num_comm=1)
 
     @interpreter.builtin
-    def wait(mail, source, chunk, *arguments):
+    def wait(arriving, source, chunk, *arguments):
         waits.add((int(source), int(chunk)))
-        wait_chunk(mail, source, chunk, *arguments)
+        wait_chunk(arriving, source, chunk, *arguments)
 
     x = torch.ones(100, 16)
-    with mock.patch.object(overlap, "wait_chunk", wait):
+    with mock.patch.object(mail, "wait_chunk", wait):
         for call, rows in ((tkernels.all_gather_matmul, 50), (tkernels.matmul_reduce_scatter, 100)):
             call(x[:rows], x[:8], config=config, ctx=ctx)
             assert waits == {(1 - ctx.rank, chunk) for chunk in range(7)}, call

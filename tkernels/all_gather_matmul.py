@@ -12,10 +12,9 @@ Of FP8 rows the scales travel beside them, one for each row, behind the same sig
 in the inbox. A rank that has one scale for all of its rows sends it for each, so that ranks need not agree.
 
 The inbox is one of two that alternate by the epoch's parity (tkernels.comm.workspace explains why two are enough), or
-the landing, which the copy engine writes into (tkernels.comm.copies).
+the landing, which the copy engine writes into (tkernels.comm.mail).
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -24,25 +23,14 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
-from tkernels.comm.device import (
-    NVSHMEM,
-    Mail,
-    Net,
-    begin_call,
-    copy,
-    count,
-    fence,
-    operation,
-    publish,
-    put,
-    put_signal,
-    wait_signal,
-)
+from tkernels.comm.copies import Send
+from tkernels.comm.device import NVSHMEM, Net, begin_call, copy, count, fence, operation, publish, put, wait_signal
 from tkernels.comm.launch import PreparedLaunch
-from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
+from tkernels.comm.mail import Mail, all_arrived, begin_mail, end_mail, parity, send_chunk, wait_chunks
+from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, mark
+from tkernels.comm.workspace import Inbox
 from tkernels.configs import OverlapConfig, result_dtype
-from tkernels.fused import FusedCall, Inbox
+from tkernels.fused import FusedCall
 from tkernels.gemm import (
     Matrix,
     Operand,
@@ -66,7 +54,6 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
-    all_arrived,
     are_even,
     dealt_tile,
     end_of_tile,
@@ -78,7 +65,6 @@ from tkernels.overlap import (
     sums_of,
     take_tile,
     tile_schedule,
-    wait_chunks,
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul, plan_scaled_all_gather_matmul
@@ -155,10 +141,10 @@ def all_gather_matmul_kernel(
     net = Net(table, rank)
     waves = Waves(head, dealt, whole, splits)
     epoch = begin_call(state, call, net, L)
-    parity_row = (epoch % 2).to(tl.int32) * parity_rows
-    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
-    begin_landing(pid, num_comm, mail, net, L)
-    if gate is None:  # a compile-time branch; where the copy engine sends, num_comm is 0
+    parity_row = parity(epoch).to(tl.int32) * parity_rows
+    mail = Mail(inbox, ready, delivered, max_chunks, epoch)
+    begin_mail(mail, gate, num_comm, net, L)
+    if not L.COPIED:  # a compile-time branch; where the copy engine sends, num_comm is 0
         if pid < num_comm:
             for i in range(pid, chunks * (L.RANKS - 1), num_comm):
                 chunk = i // (L.RANKS - 1)
@@ -171,10 +157,9 @@ def all_gather_matmul_kernel(
                     put(theirs, x_scale + row, num_rows, target, net, L, SCALES_BLOCK, 4)
                     if L.TRANSPORT == NVSHMEM:
                         fence(L)
-                put_signal(
-                    inbox + (parity_row + first_row + row) * K, x_memory + row * K,
-                    tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
-                    ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
+                send_chunk(
+                    mail, inbox + (parity_row + first_row + row) * K, x_memory + row * K,
+                    tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K, chunk, target, net, L, S,
                 )
 
     w = Matrix(w, w_row_stride, w_column_stride, N, K)
@@ -185,7 +170,7 @@ def all_gather_matmul_kernel(
     complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if gate is not None:  # then all whole tiles are dealt out, and the last wave may not reach every program
+    if L.COPIED:  # then all whole tiles are dealt out, and the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
     item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
     while item < items:
@@ -247,9 +232,7 @@ def all_gather_matmul_kernel(
                         count(parts_done, L, "gpu")
             total = next_total
         item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
-    await_copies(pid, mail, net, L)
-    end_marks(net, L)
-    end_launch(state, call, counters, num_counters, mail, net, L)
+    end_mail(mail, state, copied, counters, num_counters, call, net, L)
 # fmt: on
 
 
@@ -343,8 +326,7 @@ class AllGatherMatmul(FusedCall):
         # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
         waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
         numbers = 0 if scales is None else M
-        workspace, inbox, parity_rows, inbox_scales = Inbox.of(ctx, config, chunks, M, K, x.dtype, numbers)
-        workspace.reserve(0, 0, num_counters=TILE_COUNTS.value)
+        workspace, inbox, parity_rows, inbox_scales = Inbox.of(ctx, config.landing, chunks, M, K, x.dtype, numbers)
         y = check_result(self.operation, out, x, (M, N), out_dtype)
 
         schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
@@ -363,8 +345,9 @@ class AllGatherMatmul(FusedCall):
             tile = tile._replace(X_SCALE_STRIDE=tl.constexpr(1))
             scale_arguments = dict(zip(SCALES, (*scales.by_row(rows[ctx.rank]), inbox_scales), strict=True))
             varying += SCALES[:2]
+        copies = _sends(ctx, rows, row_bytes, chunks, config, scales is not None) if config.copied else None
         launch = ctx.bind_call(
-            all_gather_matmul_kernel, num_programs, workspace,
+            all_gather_matmul_kernel, num_programs, workspace, OP,
             x=x_operand.argument, x_memory=x,
             gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
             **w_operand.named("w"), **scale_arguments,
@@ -373,14 +356,11 @@ class AllGatherMatmul(FusedCall):
             schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
             first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
             num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
-            L=ctx.link(OP), EVEN=are_even(rows, config), T=tile,
+            EVEN=are_even(rows, config), T=tile,
             S=Sending.of(config, put_block, 16 if aligned else itemsize),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-            landing=config.landing, copied=config.copied, varying=varying,
+            landing=config.landing, copies=copies, varying=varying,
         )  # fmt: skip
-        copies = None
-        if config.copied:
-            copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config, scales is not None))
         make_sums = sums_maker(s_operand, x.device)
         borrowed = self.return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
         collect = collect_scales = None
@@ -396,11 +376,7 @@ class AllGatherMatmul(FusedCall):
             x = x.contiguous()
             y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
             scales = () if scales is None else scales.by_row(x.shape[0])
-            tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums(), *scales
-            if copies is None:
-                launch(*tensors)
-            else:
-                copies.beside(functools.partial(launch, *tensors), x, *scales[:1])
+            launch(x, x, w, x if bias is None else bias.contiguous(), y, make_sums(), *scales)
             gathered_scales = None
             if borrowed:
                 # No peer writes there before this rank has entered the next call.
@@ -480,9 +456,9 @@ def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfi
         for step in range(1, ctx.size):
             target, to = (ctx.rank + step) % ctx.size, (first_row + row) * row_bytes
             if scaled and row == 0:
-                sends.append(Send(target, 1, 0, sum(rows) * row_bytes + 4 * first_row, 4 * own, ctx.rank, None))
+                sends.append(Send(target, "x_scale", 0, sum(rows) * row_bytes + 4 * first_row, 4 * own, ctx.rank, None))
             delivered = chunks if end == own else end // config.chunk_rows
-            sends.append(Send(target, 0, row * row_bytes, to, (end - row) * row_bytes, ctx.rank, delivered))
+            sends.append(Send(target, "x", row * row_bytes, to, (end - row) * row_bytes, ctx.rank, delivered))
     return sends
 
 
@@ -499,7 +475,7 @@ def collect_kernel(
     VECTOR: tl.constexpr = ALIGN * 8 // x.dtype.element_ty.primitive_bitwidth
     # These are whole vectors, which the compiler can't infer from runtime arguments.
     own_start, own_end = own_start // VECTOR * VECTOR, own_end // VECTOR * VECTOR
-    inbox += tl.load(state) % 2 * (parity_stride // VECTOR * VECTOR)
+    inbox += parity(tl.load(state)) * (parity_stride // VECTOR * VECTOR)
     own = gathered + own_start
     start = tl.cast(tl.program_id(0), tl.int64) * BLOCK
     end = tl.minimum(start + BLOCK, total)

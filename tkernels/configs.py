@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
+from tkernels.comm.mail import MAX_TILE_CHUNKS
 from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -15,8 +15,6 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of operands alone, with scales
 LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 MIN_CHUNK_ROWS = 16
 COUNT = (1 << 31) - 1  # most that a kernel's argument counts; tiles end before, at Triton's 2**20 elements of a tensor
-MAX_TILE_CHUNKS = tl.constexpr(8)  # most chunks of a tile, whose signals it checks in one poll
-MAX_LOOK = tl.constexpr(256)  # signals that a program polls at once, one per thread
 # Copies to each peer, in a reduction: a single copy could begin only after the last tile for that peer. Least size of
 # each copy where a peer gets several. rs-e on 4 H200s: 844 us with two copies of 6 MB to each peer, 869 with one.
 COPIES, PIECE_BYTES = 2, 6 << 20
@@ -116,7 +114,7 @@ class OverlapConfig:
         a step along K that differs from program to program, so that they do not all use the link at once. The tiles
         are sent by stores to mapped memory; num_comm must be 0.
     landing: rows arrive in the landing, the single receive buffer that the copy engine writes into
-        (tkernels.comm.copies); nothing is sent there before all ranks have entered the call. False: in one of two
+        (tkernels.comm.mail); nothing is sent there before all ranks have entered the call. False: in one of two
         inboxes that alternate. The same on all ranks of a call; always True with the copy engine.
     copy_rows: rows of one copy of the copy engine, which is efficient with many. A multiple of chunk_rows, and a
         multiple or a divisor of gemm.block_m. None: chunk_rows.

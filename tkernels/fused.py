@@ -8,11 +8,9 @@ what each step is for it.
 from typing import NamedTuple
 
 import torch
-import triton
 
 from tkernels.choice import overlap_config
 from tkernels.comm.context import Context
-from tkernels.comm.workspace import Workspace
 from tkernels.configs import OverlapConfig, with_room_for
 from tkernels.gemm import Scales, check_operands, layout_of, multiply
 from tkernels.overlap import check_mapped
@@ -70,38 +68,3 @@ class FusedCall(NamedTuple):
             config = with_room_for(config, stored, x.dtype, self.precision)
         check_mapped(self.operation, ctx, config)
         return config
-
-
-class Inbox(NamedTuple):
-    """Where the peers' rows arrive, in a workspace that has room for them.
-
-    matrix: [parity_rows + rows, columns], both of the inboxes that alternate, or the landing.
-    parity_rows: row at which the second inbox begins; 0: there is only the landing.
-    behind: what lies behind the rows of the first inbox, and behind those of the second, in fp32.
-    """
-
-    workspace: Workspace
-    matrix: torch.Tensor
-    parity_rows: int
-    behind: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, ctx: Context, config: OverlapConfig, chunks: int, rows: int, columns: int, dtype, numbers: int = 0
-    ) -> "Inbox":  # fmt: skip
-        """numbers: so many of fp32 lie behind the rows."""
-        row_bytes = columns * dtype.itemsize
-        num_bytes = max(rows, 4) * row_bytes + 4 * numbers
-        if config.landing:
-            workspace = ctx.workspace().reserve(0, chunks, landing_bytes=num_bytes)
-            memory, parity_rows = workspace.landing, 0
-        else:
-            workspace = ctx.workspace().reserve(num_bytes, chunks)
-            # The second inbox begins at the first whole row past the first one's bytes, and at an even one: finished
-            # rows may be fp32, and two 16-bit rows are whole fp32 words.
-            memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
-            parity_rows += parity_rows % 2
-        end = (parity_rows + rows) * row_bytes
-        matrix = memory[:end].view(dtype).view(-1, columns)
-        behind = memory[rows * row_bytes : end + 4 * numbers] if numbers else memory[:0]
-        return cls(workspace, matrix, parity_rows, behind.view(torch.float32))

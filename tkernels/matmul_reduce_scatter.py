@@ -16,7 +16,6 @@ peer: by the copy engine; or by the comm programs, joined by every program that 
 by tile. All programs copy arriving rows to the output.
 """
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -27,10 +26,10 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
+from tkernels.comm.copies import Send
 from tkernels.comm.device import (
-    Mail,
     Net,
+    await_peers,
     begin_call,
     completes,
     count,
@@ -38,17 +37,29 @@ from tkernels.comm.device import (
     meet,
     operation,
     publish,
-    put_signal,
     put_tile,
     signal,
     signal_all,
     tell,
-    wait_chunk,
     wait_signal,
 )
-from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
+from tkernels.comm.mail import (
+    Mail,
+    all_arrived,
+    begin_mail,
+    chunk_word,
+    end_mail,
+    parity,
+    phase_words,
+    second_phase,
+    send_chunk,
+    wait_chunk,
+    wait_chunks,
+)
+from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, mark
+from tkernels.comm.workspace import Inbox
 from tkernels.configs import OverlapConfig, result_dtype
-from tkernels.fused import FusedCall, Inbox
+from tkernels.fused import FusedCall
 from tkernels.gemm import (
     Matrix,
     Operand,
@@ -71,7 +82,6 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
-    all_arrived,
     dealt_tile,
     end_of_tile,
     finish_tile,
@@ -83,7 +93,6 @@ from tkernels.overlap import (
     take,
     take_tile,
     tile_schedule,
-    wait_chunks,
     waves_of,
 )
 from tkernels.paths import plan_matmul_reduce
@@ -112,27 +121,24 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which rows a rank owns, own_first .. own_end of M, and how all of them lie in an inbox.
+    """Which of the M rows a rank owns, those before own_end, and how all of them lie in an inbox.
 
-    parity_row: where this call's inbox begins.  part_stride: rows from a rank's part to the next.
-    chunk_rows, sent_rows: of a chunk, and of what is sent at a time.
+    parity_row: where this call's inbox begins.  part_stride, chunk_rows: rows of a rank's part there, and of a chunk.
     """
 
     M: object
-    own_first: object
     own_end: object
     parity_row: object
     part_stride: object
     chunk_rows: object
-    sent_rows: object
 
 
 # fmt: off
 @triton.jit
-def gathered_inbox(mail, rows, result, L):
-    """The part of the inbox that receives an all-reduce's finished rows, in y's dtype: after the partial sums."""
+def finished_rows(mail, rows, result, L):
+    """The mail of an all-reduce's finished rows, in y's dtype; they arrive after the partial sums in the inbox."""
     first = tl.cast(rows.parity_row + L.RANKS * rows.part_stride, tl.int64) * result.y.columns
-    return (mail.memory + first).to(result.y_memory.dtype)
+    return second_phase(mail, (mail.memory + first).to(result.y_memory.dtype), L)
 
 
 @triton.jit
@@ -158,7 +164,7 @@ def send_tile(index, peers_entered, tiles, rows, result, mail, net, L, T, S):
     peers_entered: whether this program has already seen that all peers have reached this call. The program that sends a
     chunk's last tile signals the chunk, or all chunks that the tile spans. Returns whether this program did.
     """
-    if mail.delivered is not None:
+    if L.LANDING:
         if not peers_entered:
             mark(WAIT, 0, net.rank, net, L)
             await_peers(mail.epoch, net, L)
@@ -180,15 +186,15 @@ def send_tile(index, peers_entered, tiles, rows, result, mail, net, L, T, S):
     scale = WIRE_BITS // BITS
     src = (result.outbox_memory + (out_row - rows.own_end + rows.M) % rows.M * N + column).to(word)
     dst = (mail.memory + (rows.parity_row + net.rank * rows.part_stride + row) * N + column).to(word)
-    words = mail.ready + net.rank * mail.max_chunks + chunk
+    words = chunk_word(mail, net.rank, chunk)
     first = 0
     targets = 1
     if S.GATHER:
         if owner == net.rank:
             scale = STORED_BITS // BITS
             src = (result.y_memory + out_row * N + column).to(word)
-            dst = (gathered_inbox(mail, rows, result, L) + out_row * N + column).to(word)
-            words += L.RANKS * mail.max_chunks
+            dst = (finished_rows(mail, rows, result, L).memory + out_row * N + column).to(word)
+            words += phase_words(mail, L)
             first = 1
             targets = L.RANKS - 1
     publish(L)
@@ -239,26 +245,26 @@ def matmul_reduce_kernel(
     net = Net(table, rank)
     waves = Waves(head, dealt, whole, splits)
     epoch = begin_call(state, call, net, L)
-    parity_row = (epoch % 2).to(tl.int32) * parity_rows
+    parity_row = parity(epoch).to(tl.int32) * parity_rows
     tiles_n = tl.cdiv(N, T.BLOCK_N)
     tiles = Tiles(schedule, tiles_m, peer_tiles_m, tiles_n, counters + TILE_COUNTS)
-    rows = Rows(M, own_first, own_end, parity_row, part_stride, chunk_rows, sent_rows)
+    rows = Rows(M, own_end, parity_row, part_stride, chunk_rows)
     w = Matrix(w, w_row_stride, w_column_stride, N, K)
     sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
     y, outbox, partials = Matrix(y, N, 1, None, N), Matrix(outbox, N, 1, None, N), Matrix(partials, N, 1, None, N)
     result = Result(y, bias, outbox, partials, y_memory, outbox_memory)
+    mail = Mail(inbox, ready, delivered, max_chunks, epoch)
+    begin_mail(mail, gate, num_comm, net, L)
 
-    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
-    begin_landing(pid, num_comm, mail, net, L)
     if S.INTERLEAVED:
         if pid == 0:  # signal empty transfers too: to peers without rows, and to all if this rank has none to gather
             for step in range(1, L.RANKS):
                 target = (rank + step) % L.RANKS
                 if tl.load(starts + target + 1) == tl.load(starts + target):
-                    signal(ready + rank * max_chunks, epoch, target, net, L)
+                    signal(chunk_word(mail, rank, 0), epoch, target, net, L)
             if S.GATHER and own_first == own_end:
-                signal_all(ready + (L.RANKS + rank) * max_chunks, epoch, net, L)
-    elif gate is None:  # a compile-time branch; where the copy engine sends, num_comm is 0
+                signal_all(chunk_word(mail, L.RANKS + rank, 0), epoch, net, L)
+    elif not L.COPIED:  # a compile-time branch; where the copy engine sends, num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
                 send = sends + i * SEND_FIELDS
@@ -271,16 +277,15 @@ def matmul_reduce_kernel(
                 wait_signal(counter, tl.load(send + 5) * tiles_n, rank, chunk, net, L)
                 inbox_row = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
                 mark(SEND, chunk, target, net, L)
-                put_signal(
-                    inbox + inbox_row * N, outbox_memory + row * N, num_rows * N,
-                    ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
+                send_chunk(
+                    mail, inbox + inbox_row * N, outbox_memory + row * N, num_rows * N, chunk, target, net, L, S
                 )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # whether all of the peers' partial sums have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if gate is not None or S.INTERLEAVED:  # then no whole tile is claimed; the last wave may not reach every program
+    if L.COPIED or S.INTERLEAVED:  # then no whole tile is claimed; the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
     pending = tl.full((), -1, tl.int32)  # a finished tile, sent in step `send_step` of the next one; negative: none
     send_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
@@ -358,10 +363,10 @@ def matmul_reduce_kernel(
                         if T.PARTS and part.number < part.count - 1:
                             count(parts_done, L, "gpu")
                         else:
-                            finished = schedule + tile_m * TILE_FIELDS
-                            done = tiles.counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
-                            if gate is not None:
-                                count_up_to(done, tl.load(finished + 5) * tiles_n, L)
+                            tile = schedule + tile_m * TILE_FIELDS
+                            done = tiles.counts + tl.load(tile) * max_chunks + tl.load(tile + 1) // sent_rows
+                            if L.COPIED:
+                                count_up_to(done, tl.load(tile + 5) * tiles_n, L)
                             else:
                                 count(done, L, "gpu")
             total = next_total
@@ -378,11 +383,10 @@ def matmul_reduce_kernel(
             wait_chunk(mail, source, 0, net, L)
 
     if S.GATHER:
-        gathered = gathered_inbox(mail, rows, result, L)
-        gathered_ready = ready + L.RANKS * max_chunks
+        finished = finished_rows(mail, rows, result, L)
         own = own_end - own_first
         own_sends = own_chunks * (L.RANKS - 1)
-        if gate is None and not S.INTERLEAVED:
+        if not (L.COPIED or S.INTERLEAVED):
             i = take(counters + SEND_TICKETS)
             while i < own_sends:
                 chunk = i // (L.RANKS - 1)
@@ -397,21 +401,16 @@ def matmul_reduce_kernel(
                     rank, chunk, net, L,
                 )
                 mark(SEND, chunk, target, net, L)
-                put_signal(
-                    gathered + (own_first + row) * N, y_memory + (own_first + row) * N,
-                    tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
-                    gathered_ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
+                send_chunk(
+                    finished, finished.memory + (own_first + row) * N, y_memory + (own_first + row) * N,
+                    tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N, chunk, target, net, L, S,
                 )
                 i = take(counters + SEND_TICKETS)
-        counts = delivered + L.RANKS if delivered is not None else None
-        results = Mail(gathered, gathered_ready, counts, gate, copied, max_chunks, epoch)
         receive_parts(
-            y_memory, results, starts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
+            y_memory, finished, starts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
             net, L, S.BLOCK, S.ALIGN,
         )
-    await_copies(pid, mail, net, L)
-    end_marks(net, L)
-    end_launch(state, call, counters, num_counters, mail, net, L)
+    end_mail(mail, state, copied, counters, num_counters, call, net, L)
 # fmt: on
 
 
@@ -487,10 +486,9 @@ class MatmulReduceScatter(FusedCall):
         if gather:  # the finished rows of y, in its own dtype
             inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
         chunks = max(num_chunks(part, config) for part in rows)
-        workspace, inbox, parity_rows, _ = Inbox.of(ctx, config, chunks, inbox_rows, N, wire_dtype)
+        workspace, inbox, parity_rows, _ = Inbox.of(ctx, config.landing, chunks, inbox_rows, N, wire_dtype)
         # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
         num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-        workspace.reserve(0, 0, num_counters=num_counters)
         outbox_shape, shape = (M - rows[ctx.rank], N), (M if gather else rows[ctx.rank], N)
         outbox = check_result(self.operation, None, x, outbox_shape, wire_dtype)
         y = check_result(self.operation, out, x, shape, out_dtype)
@@ -520,8 +518,13 @@ class MatmulReduceScatter(FusedCall):
             gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config), scales
         )
         varying = "x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"
+        copies = None
+        if config.copied:
+            finished_bytes = N * out_dtype.itemsize if gather else 0
+            sizes = tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
+            copies = _copied(ctx, rows, peers, config, *sizes)
         launch = ctx.bind_call(
-            matmul_reduce_kernel, num_programs, workspace,
+            matmul_reduce_kernel, num_programs, workspace, self.number,
             **x_operand.named("x"), **w_operand.named("w"), x_scale=x_scale, w_scale=w_scale,
             bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
             outbox=o_operand.argument, outbox_memory=outbox,
@@ -532,17 +535,12 @@ class MatmulReduceScatter(FusedCall):
             M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
             num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
             sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
-            L=ctx.link(self.number), T=tile,
+            T=tile,
             S=Sending.of(config, put_block, 16 if aligned else min(travels), gather),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-            landing=config.landing, copied=config.copied,
+            landing=config.landing, copies=copies,
             varying=varying + (("x_scale", "w_scale") if scales else ()),
         )  # fmt: skip
-        copies = None
-        if config.copied:
-            finished_bytes = N * out_dtype.itemsize if gather else 0
-            sizes = tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
-            copies = Copies(ctx, workspace, _copied(ctx, rows, peers, config, *sizes))
         make_sums = sums_maker(s_operand, x.device)
 
         def run(x, w, bias, out, scales=None):
@@ -551,10 +549,7 @@ class MatmulReduceScatter(FusedCall):
             outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
             tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
             tensors += scales.contiguous() if scales else ()
-            if copies is None:
-                launch(*tensors)
-            else:
-                copies.beside(functools.partial(launch, *tensors), outbox, y)
+            launch(*tensors)
             return y
 
         return run
@@ -603,7 +598,7 @@ def _copied(
         tiles = tiles_m * tiles_n if number == counted else 0  # each counter is waited for once
         first, num_bytes = row * partial_bytes, count * partial_bytes
         chunks = num_chunks(number * sent + count, config)
-        sends.append(Send(target, 0, first, to, num_bytes, ctx.rank, chunks, counter, tiles))
+        sends.append(Send(target, "outbox", first, to, num_bytes, ctx.rank, chunks, counter, tiles))
     own, first_row = rows[ctx.rank], sum(rows[: ctx.rank])
     for row in range(0, max(own, 1) if finished_bytes else 0, sent):
         count = min(sent, own - row)
@@ -614,7 +609,7 @@ def _copied(
         num_bytes, chunks = count * finished_bytes, num_chunks(row + count, config)
         for step, target in enumerate(peers):
             tiles = 0 if step or row % block_m else tiles_m * tiles_n
-            sends.append(Send(target, 1, first, to, num_bytes, ctx.size + ctx.rank, chunks, counter, tiles))
+            sends.append(Send(target, "y", first, to, num_bytes, ctx.size + ctx.rank, chunks, counter, tiles))
     return sends
 
 

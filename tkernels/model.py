@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import torch
 
+from tkernels.comm.mail import MAX_LOOK
 from tkernels.comm.runtime import HOPPER
 from tkernels.configs import (
     COPIES,
     DTYPES,
     FP8,
-    MAX_LOOK,
     MIN_CHUNK_ROWS,
     GemmConfig,
     OverlapConfig,

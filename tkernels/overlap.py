@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.context import Context
-from tkernels.comm.device import arrived, wait_chunk
-from tkernels.configs import MAX_LOOK, MAX_TILE_CHUNKS, GemmConfig, OverlapConfig
+from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import Operand, finish, halves, load_tile, scaled, store_tile, up_to
 from tkernels.waves import MAX_SPLIT_TILES
 
@@ -340,48 +339,4 @@ def quarters_of(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
-
-
-@triton.jit
-def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr):
-    """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
-
-    One poll of all of them comes first, of the words that are the likelier ones in `wait_chunk`; only if it fails are
-    they waited for one by one.
-    """
-    lane = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
-    peer = (source + lane % SOURCES) % L.RANKS
-    if mail.gate is not None:
-        here = arrived(mail.delivered + peer, chunk + count, L)
-    else:
-        words = peer * mail.max_chunks + chunk + tl.minimum(lane // SOURCES, count - 1)
-        here = arrived(mail.ready + words, mail.epoch, L)
-    if not here:
-        for step in range(SOURCES):
-            late = (source + step) % L.RANKS
-            for number in range(chunk, chunk + count):
-                wait_chunk(mail, late, number, net, L)
-
-
-@triton.jit
-def words_of_peers(max_chunks, chunks, first, net, L):
-    """Indices of the signal words of all peers' chunks, at most MAX_LOOK of them, beginning with chunk `first`."""
-    lane = (first + tl.arange(0, MAX_LOOK)) % (chunks * (L.RANKS - 1))
-    return (net.rank + 1 + lane // chunks) % L.RANKS * max_chunks + lane % chunks
-
-
-@triton.jit
-def all_arrived(mail, chunks, first, net, L):
-    """Poll once whether `chunks` chunks of each peer have arrived, so that later tiles need not wait.
-
-    May return False although they have.
-    first: the chunk to begin with. It changes from tile to tile, so the words' indices are not kept in registers.
-    """
-    there = tl.full((), False, tl.int1)
-    if mail.gate is not None:
-        peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
-        there = arrived(mail.delivered + peers, chunks, L)
-    elif chunks * (L.RANKS - 1) <= MAX_LOOK:
-        there = arrived(mail.ready + words_of_peers(mail.max_chunks, chunks, first, net, L), mail.epoch, L)
-    return there
 # fmt: on

@@ -37,9 +37,10 @@ from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, group_of, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.fence import Fence
+from tkernels.comm.mail import MAX_TILE_CHUNKS
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
-from tkernels.configs import MAX_TILE_CHUNKS, MIN_CHUNK_ROWS, OverlapConfig, with_room_for
+from tkernels.configs import MIN_CHUNK_ROWS, OverlapConfig, with_room_for
 from tkernels.gemm import Matmul, layout_of, precision
 from tkernels.layers.lease import Lease
 from tkernels.layers.tensor_parallel.dataflow import product

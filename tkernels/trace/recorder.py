@@ -62,7 +62,7 @@ class Recorder:
     def record(self, kernel, num_programs: int, arguments: dict) -> dict:
         """The launch's arguments, by name, changed so that it writes marks; unchanged for a kernel without marks."""
         ctx = self.ctx
-        if "end_marks" not in kernel.fn.__code__.co_names:
+        if "mark" not in kernel.fn.__code__.co_names:
             return arguments
         if ctx.capturing:
             raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
