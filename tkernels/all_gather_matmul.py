@@ -61,7 +61,6 @@ from tkernels.overlap import (
     num_chunks,
     part_of_tile,
     programs_of,
-    sums_maker,
     sums_of,
     take_tile,
     tile_schedule,
@@ -329,13 +328,18 @@ class AllGatherMatmul(FusedCall):
         workspace, inbox, parity_rows, inbox_scales = Inbox.of(ctx, config.landing, chunks, M, K, x.dtype, numbers)
         y = check_result(self.operation, out, x, (M, N), out_dtype)
 
-        schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
+        # Every rank sends to the next rank first, so the previous rank's chunks arrive first.
+        order = [(ctx.rank - step) % ctx.size for step in range(1, ctx.size)]
+        schedule = ctx.constant(
+            (self.operation, rows, config),
+            lambda: tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, order, config),
+        )
         ragged = any(count % gemm.block_m for count in rows)
         x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
         g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
         w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
         y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-        s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
+        sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, x.device)
         aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
         # Elements of FP8 are sent as many bytes at a step as those of 16 bits.
         put_block = config.copy_block(aligned, ctx.size) * result_dtype(x.dtype).itemsize // itemsize
@@ -352,7 +356,7 @@ class AllGatherMatmul(FusedCall):
             gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
             **w_operand.named("w"), **scale_arguments,
             bias=x if bias is None else bias, y=y_operand.argument, y_row_stride=N,
-            sums=s_operand.argument,
+            sums=sums,
             schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
             first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
             num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
@@ -361,7 +365,6 @@ class AllGatherMatmul(FusedCall):
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
             landing=config.landing, copies=copies, varying=varying,
         )  # fmt: skip
-        make_sums = sums_maker(s_operand, x.device)
         borrowed = self.return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
         collect = collect_scales = None
         if self.return_gathered and not borrowed:
@@ -435,12 +438,6 @@ class AllGatherMatmuls(NamedTuple):
             return ys, gathered if self.return_gathered else None
 
         return run
-
-
-def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
-    # Every rank sends to the next rank first, so the previous rank's chunks arrive first.
-    peers = [(ctx.rank + ctx.size - step) % ctx.size for step in range(1, ctx.size)]
-    return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
 
 
 def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig, scaled: bool = False) -> list[Send]:

@@ -88,7 +88,6 @@ from tkernels.overlap import (
     num_chunks,
     part_of_tile,
     programs_of,
-    sums_maker,
     sums_of,
     take,
     take_tile,
@@ -509,7 +508,7 @@ class MatmulReduceScatter(FusedCall):
         store_tma = gemm.use_tma and not ragged and N > 1
         y_operand = Operand.of(y, *box, store_tma)
         o_operand = Operand.of(outbox, *box, store_tma)
-        s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
+        sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, x.device)
         p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
         # Wider elements take no more bytes a step, and so no more registers, than elements of the usual dtype.
         usual, (x_scale, w_scale) = result_dtype(x.dtype).itemsize, scales or (None, None)
@@ -529,7 +528,7 @@ class MatmulReduceScatter(FusedCall):
             bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
             outbox=o_operand.argument, outbox_memory=outbox,
             partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
-            sums=s_operand.argument,
+            sums=sums,
             schedule=schedule, tiles_m=tiles_m, peer_tiles_m=peer_tiles_m, **waves._asdict(),
             sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, starts=starts, num_counters=num_counters,
             M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
@@ -541,7 +540,6 @@ class MatmulReduceScatter(FusedCall):
             landing=config.landing, copies=copies,
             varying=varying + (("x_scale", "w_scale") if scales else ()),
         )  # fmt: skip
-        make_sums = sums_maker(s_operand, x.device)
 
         def run(x, w, bias, out, scales=None):
             x = x.contiguous() if straighten else x

@@ -23,7 +23,6 @@ program is running, like all others: a launch begins only where all its programs
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -104,24 +103,18 @@ def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
         )
 
 
-def sums_of(tiles: int, splits: int, gemm: GemmConfig) -> Operand:
-    """A meta operand for the partial sums of split tiles: fp32 [.., block_n], block_m rows for each part but the last.
+def sums_of(tiles: int, splits: int, gemm: GemmConfig, device: torch.device):
+    """For the partial sums of split tiles: a kernel's argument, on the meta device, and a function that allocates them.
 
-    A TMA box is a quarter of a slice of columns; where its rows are below TMA's minimum of 16 bytes, pointers are used.
+    fp32 [.., block_n], block_m rows for each part but the last; if there are none, the same tensor each time. A TMA box
+    is a quarter of a slice of columns; where its rows are below TMA's minimum of 16 bytes, pointers are used.
     """
-    shape = tiles * (splits - 1) * gemm.block_m, gemm.block_n
-    sums = torch.empty(shape, dtype=torch.float32, device="meta")
-    columns = gemm.block_n // gemm.split // 4
-    return Operand.of(sums, gemm.block_m, columns, splits > 1 and gemm.use_tma and columns * 4 >= 16)
-
-
-def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A function that allocates memory like `sums` for each call; if that is empty, the same tensor each time."""
-    make = functools.partial(torch.empty, sums.argument.shape, dtype=torch.float32, device=device)
-    if sums.argument.shape[0]:
-        return make
-    nothing = make()
-    return lambda: nothing
+    shape, columns = (tiles * (splits - 1) * gemm.block_m, gemm.block_n), gemm.block_n // gemm.split // 4
+    make = functools.partial(torch.empty, shape, dtype=torch.float32)
+    tma = splits > 1 and gemm.use_tma and columns * 4 >= 16
+    sums = Operand.of(make(device="meta"), gemm.block_m, columns, tma).argument
+    nothing = None if shape[0] else make(device=device)
+    return sums, lambda: make(device=device) if nothing is None else nothing
 
 
 class Sending(NamedTuple):
