@@ -523,9 +523,9 @@ def test_a_wrong_form_is_caught(ctx, mistake):
             assert all(ctx.group.gather(right)) == (form == "right")
 
 
-def copied_by_rule(ctx, name, M, N, K, dtype, layout):
+def copied_by_rule(*problem, **options):
     """A configuration by rule, but that the copy engine sends."""
-    return dataclasses.replace(overlap_config(ctx, name, M, N, K, dtype, layout), num_comm=0)
+    return dataclasses.replace(overlap_config(*problem, **options), num_comm=0)
 
 
 @pytest.mark.ranks(2)
