@@ -466,7 +466,7 @@ class MatmulReduceScatter(FusedCall):
         first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
         # In a transposed x, tiles of some part would start off a 16-byte boundary, which a descriptor cannot address.
         straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
-        x = x.contiguous() if straighten else x
+        x = x.contiguous().view(-1).view(x.shape) if straighten else x  # of K = 1 contiguous() keeps the strides
         config = self.configured(ctx, x, w, max(wire_dtype, out_dtype, key=lambda each: each.itemsize))
         gemm = config.gemm
         peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
