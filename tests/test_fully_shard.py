@@ -967,6 +967,23 @@ def test_fully_shard_refuses_outputs_that_hide_tensors(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_fully_shard_lets_a_frozen_model_return_any_object_beside_its_tensors(ctx):
+    """As a model of transformers returns its cache; a reference model is evaluated without no_grad, too."""
+
+    class Caching(Hybrid):
+        def forward(self, x):
+            return super().forward(x), types.SimpleNamespace()
+
+    torch.manual_seed(0)
+    model, x = shard(ctx, Caching(UNITS).to(ctx.device)), batches(ctx, 1)[0]
+    with torch.no_grad():
+        want, _ = model(x)
+    model.requires_grad_(False)
+    y, _ = model(x)
+    assert torch.equal(y, want) and not y.requires_grad
+
+
+@pytest.mark.ranks(2)
 def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
     model, seen = hybrid(ctx), []
     weight = model.layers[0].up.weight

@@ -623,7 +623,8 @@ class Unit:
         leaves = _leaves(output)
         tensors = _differentiable(leaves)
         unknown = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, KNOWN)]
-        if unknown and not tensors:
+        frozen = not any(group.trained for unit in self.engine.units for group in unit.groups)
+        if unknown and not tensors and not (frozen and any(isinstance(leaf, torch.Tensor) for leaf in leaves)):
             raise TypeError(
                 f"fully_shard: unit {self.name} returns {unknown[0]}, in which no tensor is found that backward could "
                 f"begin with; return tensors, or containers or dataclasses of them"
