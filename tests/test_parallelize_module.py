@@ -264,6 +264,22 @@ def test_colwise_and_rowwise_parallel_take_inputs_and_gradients_of_any_strides(c
         assert torch.equal(full(got.grad), want.grad)
 
 
+@pytest.mark.ranks(2)
+def test_rowwise_parallel_and_its_kin_refuse_plain_parts_that_are_unequal(ctx):
+    mesh = tp_mesh(ctx)
+    x = torch.ones(4 - ctx.rank, 6, device=ctx.device)
+    with tkernels.init(mesh, default=False, compare_calls=True):  # so that it can go on
+        for style, module, given in (
+            (RowwiseParallel(input_layouts=Shard(0)), nn.Linear(6, 5), x),
+            (RowwiseParallel(input_layouts=Shard(0)), nn.Embedding(6, 5), x.long()),
+            (ColwiseParallel(input_layouts=Shard(1)), nn.Linear(7, 5), x.t()),
+            (ColwiseParallel(input_layouts=Shard(0)), nn.Linear(6, 5), x),
+        ):
+            parallelize_module(module.to(ctx.device), mesh, style)
+            with pytest.raises(MismatchError, match=r"differ, in rows by rank: \(4, 4\), \(3, 3\)"):
+                module(given)
+
+
 class Gated(nn.Module):
     """A gated MLP as in a Llama, whose forward calls two linears with one tensor, and a third one with it too."""
 

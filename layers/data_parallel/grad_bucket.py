@@ -26,6 +26,7 @@ import torch
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, whole
 from tkernels.comm.fence import Fence
 from tkernels.layers.data_parallel.values import Buffer
+from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.lease import Keepalive, Lease
 
 
@@ -53,7 +54,7 @@ class GradBucket:
         `flat`, and is called with the comm stream as the current stream.
     deliver: `deliver(reduced, slices)` uses the result of `reduce`, also on the comm stream. Nothing may use the fill
         later. `slices` are in the order in which they were added. None if `reduce` does all the work.
-    average: divide the result of `reduce` by R, before `deliver`.
+    average: divide by R, before `deliver`; fp16, which might not hold the sum, before `reduce`.
     comm_stream: None is the stream that is current at construction, which means no overlap with its other work.
     device, dev: the device of the buffers, and the module that provides streams; `dev` is torch's module of `device` by
         default.
@@ -189,9 +190,7 @@ class GradBucket:
 
     def _read(self, lease: Lease, elements: int, slices: list[Slice]):
         with self.dev.stream(self.comm_stream), lease.read(self.comm_stream) as buffer:
-            reduced = self._reduce(buffer[:elements])
-            if self.average and self.ranks > 1:
-                reduced.div_(self.ranks)
+            reduced = mean(buffer[:elements], self.ranks if self.average else 1, self._reduce)
             if self._deliver is not None:
                 self._deliver(reduced, slices)
         self._reduced.update(lease.used)

@@ -30,7 +30,7 @@ def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wir
     raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
 
 
-def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None):
+def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None) -> torch.Tensor:
     """Collective. What `sum_up` makes of `buffer`, divided, in `out` or in place. The buffer is used up.
 
     fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
@@ -41,12 +41,10 @@ def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tens
     total, scale = sum_up(buffer), 1 if before else 1 / divisor
     out = total if out is None else out
     if torch.promote_types(total.dtype, out.dtype) != out.dtype:
-        torch.mul(total, scale, out=out)  # rounded once
-        return
+        return torch.mul(total, scale, out=out)  # rounded once
     if total is not out:
         out.copy_(total)
-    if scale != 1:
-        out.mul_(scale)
+    return out if scale == 1 else out.mul_(scale)
 
 
 class Wire:

@@ -205,6 +205,11 @@ def gather_from_tensor_model_parallel_region(
     return apply_transformed("gather", _Gather, x_shard_k, sizes, -1, ctx.name)
 
 
+def gather_equal_parts(x_part: torch.Tensor, dim: int, ctx: Context) -> torch.Tensor:
+    """Collective. Every rank's part along `dim`; backward takes this rank's. Unequal ones are a MismatchError."""
+    return apply_transformed("gather", _Gather, x_part, (x_part.shape[dim],) * ctx.size, dim, ctx.name)
+
+
 def scatter_to_sequence_parallel_region(
     x: torch.Tensor, *, rows: tuple[int, ...] | None = None, mesh: MeshLike = None
 ) -> torch.Tensor:

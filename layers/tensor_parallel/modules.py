@@ -16,7 +16,7 @@ from tkernels.comm import find_context
 from tkernels.comm.arguments import check_dense
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
 from tkernels.layers.tensor_parallel.float8 import Float8, MultipliesInFloat8
-from tkernels.layers.tensor_parallel.functions import as_operands, column_parallel_linear
+from tkernels.layers.tensor_parallel.functions import as_operands, column_parallel_linear, gather_equal_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Layout:
                 if placement.is_shard():
                     shape[placement.dim] *= self.mesh.size()
                 return x, placement, tuple(shape)
+            if placement.is_shard():  # torch would take unequal parts for equal ones
+                x, placement = gather_equal_parts(x, placement.dim, find_context(self.context)), Replicate()
+                if accepts(placement):
+                    return x, placement, tuple(x.shape)
             x = DTensor.from_local(x, self.mesh, (placement,), run_check=False)
         elif x.device_mesh != self.mesh:
             raise ValueError(
