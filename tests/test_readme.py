@@ -123,7 +123,7 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 def test_every_system_has_an_example():
     systems = ["P2PCommunicator", "forward_backward_pipelining", "fully_shard", "ZeroOptimizer", "OverlappedDDP"]
-    others = ["ColumnParallelLinear", "shim", "Matmul", "fsdp2", "symm_mem"]
+    others = ["ColumnParallelLinear", "shim", "userbuffers", "Matmul", "fsdp2", "symm_mem"]
     assert set(EXAMPLES) == {"ColwiseParallel", "ParallelMLP", "parallelize", *systems, *others}
 
 

@@ -29,7 +29,7 @@ from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.workspace import Workspace
 from tkernels.layers import userbuffers as te
-from tkernels.layers.userbuffers import communicators, registry, shim
+from tkernels.layers.userbuffers import communicators, float8, registry, shim
 from tkernels.layers.userbuffers.defaults import configure, without_effect
 
 # The table
@@ -156,7 +156,7 @@ REFUSED = [
     ({"qkv_fprop": {"method": "bulk"}}, "qkv_fprop can't have method 'bulk'; it can have ring_exchange"),
     ({"proj_wgrad": {"method": "bulk"}}, "proj_wgrad can't have method 'bulk'; it can have external"),
     ({"qkv_dgrad": {"method": "pipeline"}, "qkv_wgrad": {"num_sm": 4}}, "drop the entry of qkv_wgrad"),
-    ({"qkv_fprop": {"atomic_gemm": 1}}, "atomic_gemm=True needs fp8"),
+    ({"qkv_fprop": {"atomic_gemm": 1}}, "atomic_gemm=True is not supported"),
     ({"qkv_fprop": {"gemm_priority": -1}}, "GEMMs run on the caller's stream"),
     ({"qkv_fprop": {"is_reduce_scatter": 1}}, "ring_exchange of qkv_fprop is an all-gather"),
     ({"qkv_fprop": {"aggregate": 2}}, r"\['aggregate'\]: 2 must be a boolean, or 0 or 1"),
@@ -321,7 +321,7 @@ def test_the_layers_and_the_questions_work_on_one_device_without_any_initialisat
             lambda: te.initialize_ub([8, 8], 1, ub_cfgs=[{}, {}]),
             lambda: te.initialize_ub([8, 8], 1, quantization_modes=te.UserBufferQuantizationMode.NONE),
             lambda: te.initialize_ub([8, 8], 1, quantization_modes=["none"]),
-            lambda: te.initialize_ub([8, 8], 1, quantization_modes=[te.UserBufferQuantizationMode.FP8]),
+            lambda: te.initialize_ub([8, 8], 1, quantization_modes=[te.UserBufferQuantizationMode.FP8] * 2),
             lambda: te.general_gemm(x[0], x[0], layout="TT"),
             lambda: te.Linear(16, 16, tp_size=2, sequence_parallel=True, parallel_mode="row", ub_overlap_rs=True,
                               ub_name="proj", device="cpu"),
@@ -373,15 +373,6 @@ def test_the_positions_of_older_releases_are_refused_by_name():
     x = torch.ones(4, 4)
     with pytest.raises(TypeError, match="older releases had a workspace in the third position"):
         te.general_gemm(x, x, torch.empty(16))
-    assert not te.is_ub_initialized()
-
-
-def test_fp8_is_refused_by_name():
-    with pytest.warns(DeprecationWarning, match="use_fp8 is deprecated"), pytest.raises(ValueError, match="no fp8"):
-        te.initialize_ub([8, 8], 1, use_fp8=True)
-    both = [te.UserBufferQuantizationMode.FP8, te.UserBufferQuantizationMode.NONE]
-    with pytest.raises(ValueError, match="UserBufferQuantizationMode.FP8 is not supported"):
-        te.initialize_ub([8, 8], 1, quantization_modes=both)
     assert not te.is_ub_initialized()
 
 
@@ -496,11 +487,11 @@ def test_shim_install_lets_megatron_believe_what_is_true(megatron, order):
     assert not megatron("random").HAVE_TE and megatron("optimizer").Adam is torch.optim.Adam  # its own ways out
     fp8 = megatron("fp8_utils")
     assert not isinstance(torch.ones(1), fp8.QuantizedTensor) and not issubclass(torch.Tensor, fp8.QuantizedTensor)
+    with layers.fp8_autocast(fp8_recipe=layers.TEDelayedScaling(margin=1)):
+        assert float8.current().margin == 1
     for use, name in [
         (lambda: layers.TEGroupedLinear(8), "pytorch.GroupedLinear"),
-        (lambda: layers.TEDelayedScaling(), "common.recipe.DelayedScaling"),
         (lambda: layers.TECudaRNGStatesTracker(), "pytorch.distributed.CudaRNGStatesTracker"),
-        (lambda: layers.fp8_autocast(enabled=True), "pytorch.fp8.fp8_autocast"),
         (lambda: fp8.fused_topk_with_score_function(1), "pytorch.router.fused_topk_with_score_function"),
     ]:
         with pytest.raises(NotImplementedError, match=rf"^transformer_engine\.{name} is not among .* shim.install\("):
@@ -864,8 +855,8 @@ def test_classes_say_what_they_are_and_refuse_what_they_are_not(ctx):
         (lambda: te.CommOverlap([8, 8], torch.float32, helper, "2"), "tp_size='2', but the helper's"),
         (lambda: te.CommOverlap([8, 8], torch.float32, helper, 2 - ctx.rank), r"tp_size=1, .* \(on rank 1\)"),
         (lambda: te.CommOverlap([8, 8, 8], *common[1:]), r"buffer_shape=\[8, 8, 8\] must be \[tokens, hidden\]"),
-        (lambda: te.CommOverlap([8, 8], torch.uint8, helper, 2), "there is no fp8"),
-        (lambda: te.CommOverlap(*common, atomic_gemm=True), "atomic_gemm=True needs fp8"),
+        (lambda: te.CommOverlap([8, 8], torch.uint8, helper, 2), "only what is gathered can be FP8"),
+        (lambda: te.CommOverlap(*common, atomic_gemm=True), "atomic_gemm=True is not supported"),
         (lambda: te.CommOverlap(*common, gemm_priority=-1), "GEMMs run on the caller's stream"),
         (lambda: te.CommOverlap([8, 8], torch.float32, None, 2), "helper must be a CommOverlapHelper"),
     ]
@@ -890,7 +881,7 @@ def test_the_buffer_holds_any_number_of_tokens_up_to_its_own(ctx):
         comm.copy_into_buffer(torch.zeros(5, 4, dtype=torch.float64), True)
     with pytest.raises(ValueError, match="copy_into_buffer: the tensor is on meta, not "):
         comm.copy_into_buffer(torch.zeros(5, 4, device="meta"), True)
-    with pytest.raises(ValueError, match="there is no fp8; pass None"):
+    with pytest.raises(ValueError, match="quantizer=object is not supported"):
         te.fill_userbuffers_buffer_for_all_gather(comm, mine, object(), None)
 
 

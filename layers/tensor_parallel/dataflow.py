@@ -33,6 +33,9 @@ and if it may be the dgrad or wgrad of a column layer (as those of Userbuffers a
     beside(collective, x, rows, out)                  a block whose GEMMs run beside one of its two collectives
     matmul_reduce_scatter(..., beside=True)           such a GEMM
     multiply(x, w, out_dtype)                         one that communicates nothing
+
+In FP8 x, w and dy are Float8Tensors, with a scale for all that a rank has of each. FP8 is what is gathered, and sums
+are of the dtype of x. The weight's gradient is a product in that dtype, of what has travelled as it was quantized.
 """
 
 import contextlib
@@ -47,16 +50,29 @@ from torch.nn import functional
 import tkernels
 from tkernels.comm.contexts import find_context
 from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.layers.tensor_parallel.float8 import Float8Tensor, operands, values
 from tkernels.layers.tensor_parallel.functions import as_operands
 
 
-def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ w.T on this rank by torch.mm, rounded once to out_dtype: x's dtype or float32. out: receives the result."""
+def product(x, w, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ w.T on this rank, rounded once to out_dtype: x's dtype or float32. out: receives the result.
+
+    By torch.mm, or of Float8Tensors by tkernels.matmul.
+    """
+    if isinstance(x, Float8Tensor):
+        x, w, options = operands(x, w)
+        return tkernels.matmul(x, w, out=out, **options | ({} if out_dtype is None else {"out_dtype": out_dtype}))
     if out_dtype in (None, x.dtype):
         return torch.mm(x, w.t(), out=out)
     if x.device.type == "cuda":
         return torch.mm(x, w.t(), out_dtype=out_dtype, out=out)
     return torch.mm(x.to(out_dtype), w.t().to(out_dtype), out=out)
+
+
+def with_bias(x, w, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ w.T + bias on this rank, in x's dtype."""
+    x, w, options = operands(x, w)
+    return tkernels.matmul(x, w, bias, **options) if options else functional.linear(x, w, bias)
 
 
 class Unfused:
@@ -71,13 +87,13 @@ class Unfused:
 
     def all_gather_matmul(self, x, w, bias=None, *, rows, gathered=False):
         whole = self.all_gather(x, rows)
-        return functional.linear(whole, w, bias), whole
+        return with_bias(whole, w, bias), whole
 
     def matmul_reduce_scatter(self, x, w, *, rows):
-        return self.reduce_scatter(x @ w.t(), rows)
+        return self.reduce_scatter(with_bias(x, w), rows)
 
     def matmul_all_reduce(self, x, w):
-        return self._moves.all_reduce(x @ w.t())
+        return self._moves.all_reduce(with_bias(x, w))
 
 
 class Fused:
@@ -94,7 +110,8 @@ class Fused:
         return tkernels.matmul_reduce_scatter(x, w, rows=rows, ctx=self._ctx)
 
     def matmul_all_reduce(self, x, w):
-        return tkernels.matmul_all_reduce(x, w, ctx=self._ctx)
+        x, w, options = operands(x, w)
+        return tkernels.matmul_all_reduce(x, w, **options, ctx=self._ctx)
 
     def all_gather(self, x, rows):
         return tkernels.all_gather(x, rows=rows, ctx=self._ctx)
@@ -127,7 +144,7 @@ class WeightGradient:
                 hooks.defer(self.weight)
             self.store.append(partial(self._deferred, dy, x))
             return None
-        return self._fused(dy, x, multiply) if self.fuse else multiply(dy.t(), x.t())
+        return self._fused(dy, x, multiply) if self.fuse else multiply(values(dy).t(), values(x).t())
 
     def _fused(self, dy, x, multiply=product):
         weight = self.weight
@@ -139,7 +156,7 @@ class WeightGradient:
             )
         hooks = grad_ready_hooks(weight)
         with contextlib.nullcontext() if hooks is None else hooks.writing(weight):
-            dw = multiply(dy.t(), x.t(), main_grad.dtype)
+            dw = multiply(values(dy).t(), values(x).t(), main_grad.dtype)
             if getattr(weight, "overwrite_main_grad", False):
                 main_grad.copy_(dw)
             else:
@@ -155,7 +172,7 @@ class WeightGradient:
         if self.fuse or grad_ready_hooks(weight) is not None:
             self._fused(dy, x)
             return
-        dw = product(dy.t(), x.t()).to(weight.dtype)
+        dw = product(values(dy).t(), values(x).t()).to(weight.dtype)
         weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
 
@@ -191,10 +208,10 @@ class Local:
     """The flow on a single rank, without communication."""
 
     def forward(self, x, w, bias):
-        return functional.linear(x, w, bias), x
+        return with_bias(x, w, bias), x
 
-    def backward(self, dy, x, w, need_x, dw):
-        return dy @ w if need_x else None, None if dw is None else dw(dy, x)
+    def backward(self, dy, x, wt, need_x, dw):
+        return with_bias(dy, wt) if need_x else None, None if dw is None else dw(dy, x)
 
 
 @dataclass(frozen=True)
@@ -216,36 +233,36 @@ class Column:
 
     def forward(self, x, w, bias):
         if not self.sequence_parallel:
-            return functional.linear(x, w, bias), x
+            return with_bias(x, w, bias), x
         fprop = self.fprop or self.other
         y, gathered = fprop.all_gather_matmul(x, w, bias, rows=self.rows, gathered=self.keep)
         return y, gathered if self.keep else x
 
-    def backward(self, dy, x, w, need_x, dw):
+    def backward(self, dy, x, wt, need_x, dw):
         if not self.sequence_parallel:
-            return self.other.matmul_all_reduce(dy, w.t()) if need_x else None, None if dw is None else dw(dy, x)
+            return self.other.matmul_all_reduce(dy, wt) if need_x else None, None if dw is None else dw(dy, x)
         if dw is None:
             comm = self.dgrad or self.other
-            return comm.matmul_reduce_scatter(dy, w.t(), rows=self.rows) if need_x else None, None
+            return comm.matmul_reduce_scatter(dy, wt, rows=self.rows) if need_x else None, None
         dx = part = None
         if self.dgrad is None or not need_x:
             gathered = x if self.keep else self.other.all_gather(x, self.rows)
             if need_x and self.wgrad is None:
-                dx = self.other.matmul_reduce_scatter(dy, w.t(), rows=self.rows)
+                dx = self.other.matmul_reduce_scatter(dy, wt, rows=self.rows)
             elif need_x:
-                part = dy @ w
+                part = with_bias(dy, wt)
         else:
             gathered = x.new_empty(sum(self.rows), x.shape[1])
             with self.dgrad.beside(self.dgrad.all_gather, x, self.rows, gathered):
                 if self.dgrad.reduces_dgrad:
-                    dx = self.dgrad.matmul_reduce_scatter(dy, w.t(), rows=self.rows, beside=True)
+                    dx = self.dgrad.matmul_reduce_scatter(dy, wt, rows=self.rows, beside=True)
                 else:
-                    part = self.dgrad.multiply(dy, w.t())
+                    part = self.dgrad.multiply(dy, wt)
             if part is not None and self.wgrad is None:
                 dx = self.other.reduce_scatter(part, self.rows)
         if part is None or self.wgrad is None:
             return dx, dw(dy, gathered)
-        dx = torch.empty_like(x)
+        dx = part.new_empty(x.shape)
         with self.wgrad.beside(self.wgrad.reduce_scatter, part, self.rows, dx):
             return dx, dw(dy, gathered, self.wgrad.multiply)
 
@@ -265,17 +282,17 @@ class Row:
             return self.other.matmul_all_reduce(x, w), x
         return (self.fprop or self.other).matmul_reduce_scatter(x, w, rows=self.rows), x
 
-    def backward(self, dy, x, w, need_x, dw):
+    def backward(self, dy, x, wt, need_x, dw):
         gathered, dx = dy, None
         if self.sequence_parallel and need_x:
             at_once = dw is not None and dw.store is None  # dw is computed at once, so rows may stay in the workspace
             wanted = "borrowed" if at_once else dw is not None
             comm = self.dgrad or self.other
-            dx, gathered = comm.all_gather_matmul(dy, w.t(), rows=self.rows, gathered=wanted)
+            dx, gathered = comm.all_gather_matmul(dy, wt, rows=self.rows, gathered=wanted)
         elif self.sequence_parallel and dw is not None:
             gathered = self.other.all_gather(dy, self.rows)
         elif need_x:
-            dx = dy @ w
+            dx = with_bias(dy, wt)
         return dx, None if dw is None else dw(gathered, x)
 
 
@@ -283,28 +300,42 @@ class _Linear(torch.autograd.Function):
     """x @ weight.T + bias of two-dimensional tensors, by one of the dataflows above."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, flow, wgrad: WeightGradient):
-        y, x = flow.forward(x, weight, bias)
-        ctx.save_for_backward(x, weight)
-        ctx.flow, ctx.wgrad = flow, wgrad
+    def forward(ctx, x, weight, bias, flow, wgrad: WeightGradient, float8):
+        w, ctx.dtype = weight, x.dtype
+        if float8 is not None:
+            x, w = float8.input(x), float8.weight(weight)
+        y, x = flow.forward(x, w, bias)
+        ctx.save_for_backward(weight, *((x.data, x.scale) if float8 else (x,)))
+        ctx.flow, ctx.wgrad, ctx.float8 = flow, wgrad, float8
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+        (weight, *x), float8 = ctx.saved_tensors, ctx.float8
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dy = dy.contiguous()
-        dx, dw = ctx.flow.backward(dy, x, weight, need_x, ctx.wgrad if need_w else None)
-        return dx, dw, dy.sum(0) if need_bias else None, None, None
+        own = dy = dy.contiguous()
+        if float8 is None:
+            (x,), wt = x, weight.t()
+        else:
+            x = Float8Tensor(*x, ctx.dtype)
+            dy, wt = float8.gradient(dy), float8.weight(weight, transposed=True) if need_x else None
+        dx, dw = ctx.flow.backward(dy, x, wt, need_x, ctx.wgrad if need_w else None)
+        dw = dw if float8 is None or dw is None else dw.to(weight.dtype)
+        return dx, dw, own.sum(0) if need_bias else None, None, None, None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flow, wgrad: WeightGradient):
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flow, wgrad: WeightGradient, float8=None):
     """x [tokens, ..., K] -> [tokens, ..., N] by a flow, in autocast's dtype if autocast is on. Collective as the flow.
 
     bias: added by a column layer. A row layer's is the caller's to add, after the sum over ranks.
+    float8: quantizes operands to Float8Tensors: input(x), weight(w, transposed=), gradient(dy). Then the weight is
+        quantized from what it is, whatever its dtype.
     """
-    x, weight, bias = as_operands(x.device.type, x, weight, bias)
+    if float8 is None:
+        x, weight, bias = as_operands(x.device.type, x, weight, bias)
+    else:
+        x, bias = as_operands(x.device.type, x, bias)
     inner = x.shape[1:-1]
-    y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad)
+    y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad, float8)
     return y.view(y.shape[0] // inner.numel(), *inner, y.shape[1])

@@ -19,6 +19,7 @@ others' elements are rounded again. Copying moves 2 bytes an element; to dequant
 Copies of weights are kept from call to call until a weight changes (`Copies`).
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,97 @@ from tkernels.comm.collectives import check_rows
 from tkernels.configs import FP8
 from tkernels.leading import Leading
 from tkernels.torch_operators import ops
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Tensor:
+    """A matrix [..., K] of FP8 with what dequantizes it: it stands for data * scale. The name is TransformerEngine's.
+
+    data: float8_e4m3fn or float8_e5m2. scale: fp32, one number, which may differ between ranks, or one a row [..., 1].
+    dtype: of what it stands for, and of its products unless another is asked for.
+    fast_accum: of products whose first operand it is, as in tkernels.matmul.
+    source: what it was quantized from, while that is at hand.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype = torch.bfloat16
+    fast_accum: bool = True
+    source: torch.Tensor | None = None
+
+    _data = property(lambda self: self.data.view(torch.uint8))
+    _scale_inv = property(lambda self: self.scale)
+    _fp8_dtype = property(lambda self: self.data.dtype)
+    shape = property(lambda self: self.data.shape)
+    device = property(lambda self: self.data.device)
+
+    def dim(self) -> int:
+        return self.data.dim()
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What it stands for: the source where that is at hand, else data * scale."""
+        if self.source is not None:
+            return self.source if dtype is None else self.source.to(dtype)
+        return tkernels.dequantize(self.data, self.scale, dtype or self.dtype)
+
+    def rows_of(self, data: torch.Tensor) -> "Float8Tensor":
+        """The same of other data, whose scale is one number, or one for each of its rows in the same order."""
+        scale = self.scale if self.scale.numel() == 1 else self.scale.reshape(*data.shape[:-1], 1)
+        return replace(self, data=data, scale=scale, source=None)
+
+    def flatten(self, first: int, last: int) -> "Float8Tensor":
+        return self.rows_of(self.data.flatten(first, last))
+
+    def split(self, rows) -> list["Float8Tensor"]:
+        """Its rows in parts, which have a scale for each row if this has."""
+        one = self.scale.numel() == 1
+        scales = [self.scale] * len(rows) if one else self.scale.split(rows)
+        parts = zip(self.data.split(rows), scales, strict=True)
+        return [replace(self, data=data, scale=scale, source=None) for data, scale in parts]
+
+    def t(self) -> "Float8Tensor":
+        """The transpose, in a copy: products take K contiguous. Raises ValueError where each row has its scale."""
+        if self.scale.numel() != 1:
+            raise ValueError(
+                f"a float8 matrix {list(self.shape)} with a scale for each row has none for each column; quantize its "
+                f"transpose, or take one scale for all"
+            )
+        source = None if self.source is None else self.source.t()
+        return replace(self, data=self.data.t().contiguous(), scale=self.scale, source=source)
+
+    def new_empty(self, *shape: int) -> "Float8Tensor":
+        """One of that shape with a scale for each row, in a single allocation."""
+        size, rows = torch.Size(shape).numel(), torch.Size(shape[:-1]).numel()
+        start = -(-size // 16) * 16
+        memory = self.data.new_empty(start + 4 * rows, dtype=torch.uint8)
+        scale = memory[start:].view(torch.float32).view(*shape[:-1], 1)
+        return replace(self, data=memory[:size].view(self.data.dtype).view(shape), scale=scale, source=None)
+
+    def all_gather(self, collective, rows, out: "Float8Tensor | None" = None) -> "Float8Tensor":
+        """Collective. All ranks' rows, each with its scale, by `collective(part, out)`. rows: every rank's number."""
+        out = self.new_empty(sum(rows), self.shape[1]) if out is None else out
+        collective(self.data, out.data)
+        collective(self.scale.reshape(-1, 1).expand(self.shape[0], 1).contiguous(), out.scale)
+        return out
+
+
+def values(x: "torch.Tensor | Float8Tensor") -> torch.Tensor:
+    """What an operand stands for: itself unless it is of FP8."""
+    return x.dequantize() if isinstance(x, Float8Tensor) else x
+
+
+def memory(x: "torch.Tensor | Float8Tensor") -> torch.Tensor:
+    """Where an operand's elements lie: itself unless it is of FP8."""
+    return x.data if isinstance(x, Float8Tensor) else x
+
+
+def operands(x, w) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """(x, w, options): what tkernels' operations take for operands that are both Float8Tensors, or neither."""
+    if not isinstance(x, Float8Tensor):
+        return x, w, {}
+    options = {"x_scale": x.scale, "w_scale": w.scale, "out_dtype": x.dtype, "fast_accum": x.fast_accum}
+    return x.data, w.data, options
+
 
 MULTIPLE = 16  # of which the features on both sides of a layer are multiples on every rank
 _BACKWARD = {"copy": "reduce", "reduce": "copy", "gather": "scatter", "scatter": "gather"}
@@ -153,6 +245,12 @@ class Copies:
             self._made[transposed] = quantized_weights(ws, recipe, transposed)
         return self._made[transposed]
 
+    def kept(self, parameters, ws) -> "tuple[Copies, tuple] | None":
+        """What `weights` makes a call's copies with; None if they are not kept."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or capture.underway() or ws[0].is_inference():
+            return None
+        return self, tuple(parameters)
+
     def __deepcopy__(self, memo):
         return Copies()
 
@@ -181,10 +279,7 @@ class Float8:
         dimension `dim`, which is gathered or scattered. keep: what is gathered in forward, for the weights' gradients;
         else it is gathered again, as it was.
         """
-        kept = self.copies, tuple(parameters)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or capture.underway() or ws[0].is_inference():
-            kept = None
-        lengths = None
+        kept, lengths = self.copies.kept(parameters, ws), None
         if kind in ("gather", "scatter"):
             lengths = check_rows("float8", ctx, rows, **{"own" if kind == "gather" else "total": x.shape[dim]})
         lead = Leading.of("float8", x, lengths and f"{kind}_dim", dim)
@@ -215,7 +310,7 @@ class _Linear(torch.autograd.Function):
         ws, biases = tensors[:number], tensors[number:]
         bias = _stacked_bias(ws, biases)
         keep = keep and any(ctx.needs_input_grad[2 + 1 : 2 + 1 + number])
-        operands = recipe.quantize(x), _weights(kept, ws, recipe, False)
+        operands = recipe.quantize(x), weights(kept, ws, recipe, False)
         y, quantized = _product(kind, operands, bias, x.dtype, recipe.fast_accum, keep, rows, context)
         if recipe.weight_gradient and kind != "gather":
             quantized = operands[0]
@@ -235,7 +330,7 @@ class _Linear(torch.autograd.Function):
         fast = recipe.fast_accum_backward
         if need_x:
             keep = kind == "scatter" and need_ws and not recipe.gathers_again
-            operands = recipe.quantize(dy, recipe.gradient), _weights(kept, ws, recipe, True)
+            operands = recipe.quantize(dy, recipe.gradient), weights(kept, ws, recipe, True)
             dx, quantized = _product(_BACKWARD[kind], operands, None, ctx.dtype, fast, keep, rows, context)
             if recipe.weight_gradient and kind != "scatter":
                 quantized = operands[0]
@@ -275,7 +370,8 @@ def _gradient_in_float8(dy, x, dtype: torch.dtype, fast_accum: bool) -> torch.Te
     return tkernels.matmul(dy, x, x_scale=dy_scale, w_scale=x_scale, out_dtype=dtype, fast_accum=fast_accum)
 
 
-def _weights(kept: tuple[Copies, tuple] | None, ws, recipe: Recipe, transposed: bool):
+def weights(kept: tuple[Copies, tuple] | None, ws, recipe: Recipe, transposed: bool):
+    """A call's copy of its weights ws [N, K], stacked, and its scale. kept: as Copies.kept returns it."""
     if kept is None:
         return quantized_weights(ws, recipe, transposed)
     copies, parameters = kept

@@ -12,6 +12,7 @@
 communicates, and `shim` the module path that Megatron calls.
 """
 
+from tkernels.layers.tensor_parallel.float8 import Float8Tensor
 from tkernels.layers.userbuffers.communicators import (
     CommOverlap,
     CommOverlapAlgo,
@@ -28,6 +29,15 @@ from tkernels.layers.userbuffers.communicators import (
 )
 from tkernels.layers.userbuffers.defaults import OverlapOptions, UserBufferQuantizationMode, default_config
 from tkernels.layers.userbuffers.distributed import gather_along_first_dim
+from tkernels.layers.userbuffers.float8 import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Format,
+    autocast,
+    fp8_autocast,
+)
 from tkernels.layers.userbuffers.gemm import general_gemm
 from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear
 from tkernels.layers.userbuffers.mlp import LayerNormMLP
@@ -50,7 +60,13 @@ __all__ = [
     "CommOverlapHelper",
     "CommOverlapP2P",
     "CommOverlapType",
+    "DelayedScaling",
     "DotProductAttention",
+    "Float8CurrentScaling",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Format",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -60,11 +76,13 @@ __all__ = [
     "RMSNorm",
     "TransformerLayer",
     "UserBufferQuantizationMode",
+    "autocast",
     "bulk_overlap_ag_with_external_gemm",
     "default_config",
     "destroy_ub",
     "device_supports_multicast",
     "fill_userbuffers_buffer_for_all_gather",
+    "fp8_autocast",
     "gather_along_first_dim",
     "general_gemm",
     "get_stream_priority_range",

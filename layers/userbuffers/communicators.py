@@ -1,6 +1,8 @@
 """Communicators: the shape of a registered buffer, the ranks that share it, and how its data overlaps a GEMM.
 
-A communicator of shape [S, H] serves every call of up to S * H elements. Construction allocates all that it needs: the
+A communicator of shape [S, H] serves every call of up to S * H elements. One of uint8 gathers FP8: operands are
+Float8Tensors, and each rank's scale travels beside its rows. One of another dtype reduces what FP8 operands sum up to,
+in bf16, or in fp32 if that is its dtype. Construction allocates all that it needs: the
 symmetric memory of the domain's context, grown to the largest shape. All communicators of one helper share that memory,
 one context, and one communication stream per priority, because their calls are ordered anyway. The buffer behind
 `copy_into_buffer` and `get_buffer` is allocated at its first use; the layers don't use it.
@@ -40,11 +42,13 @@ from tkernels.comm.fence import Fence
 from tkernels.comm.mail import MAX_TILE_CHUNKS
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
-from tkernels.configs import MIN_CHUNK_ROWS, OverlapConfig, with_room_for
-from tkernels.gemm import Matmul, layout_of, precision
+from tkernels.configs import DTYPES, FP8, MIN_CHUNK_ROWS, OverlapConfig, result_dtype, with_room_for
+from tkernels.gemm import Matmul, Scales, layout_of, precision
 from tkernels.layers.lease import Lease
 from tkernels.layers.tensor_parallel.dataflow import product
+from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory
 from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
+from tkernels.layers.userbuffers.float8 import check_quantizer, float8_tensor
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.model import COPY_BYTES
 from tkernels.overlap import TILE_COUNTS
@@ -153,7 +157,7 @@ class CommOverlapCore:
         with contextlib.nullcontext() if alike else self.context.group.checking():
             _check_generation(name, use_cublasmp, comm_type)
             self.shape = checked_shape(f"{name}: buffer_shape", buffer_shape)
-            check_dtype(f"{name}: buffer_dtype", buffer_dtype)
+            check_dtype(f"{name}: buffer_dtype", buffer_dtype, None if options.is_reduce_scatter else torch.uint8)
             options = options.checked(lambda key: f"{name}: {_ARGUMENTS.get(key, key)}")
             _check_method(name, options, use_cublasmp)
             if type(tp_size) is not int or tp_size != self.size:
@@ -204,7 +208,7 @@ class CommOverlapCore:
         return isinstance(self, CommOverlapP2P)
 
     def is_fp8_ubuf(self) -> bool:
-        return False
+        return self.dtype is torch.uint8
 
     def with_cublasmp(self) -> bool:
         return self._cublasmp
@@ -230,6 +234,8 @@ class CommOverlapCore:
         """
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"copy_into_buffer: input is {type(input).__name__} and must be a tensor")
+        if input.dtype in FP8:
+            input = input.view(torch.uint8)
         if input.dtype != self.dtype:
             raise TypeError(f"copy_into_buffer: the tensor is {input.dtype}, but the buffer is {self.dtype}")
         if input.device != self.context.device:
@@ -308,19 +314,27 @@ class CommOverlapCore:
         """Collective. (all_gather(x_shard_m) @ w.T + bias, x gathered or None).
 
         gathered: True returns the rows in a new tensor that belongs to the caller and that no later call overwrites. A
-            tensor is filled and returned. "borrowed" returns rows that may lie in the workspace and are valid until the
-            next call on this stream.
+            tensor is filled and returned, of FP8 a Float8Tensor with a scale for each row. "borrowed" returns rows that
+            may lie in the workspace and are valid until the next call on this stream.
         """
-        into = gathered if isinstance(gathered, torch.Tensor) else None
-        options = into is not None or gathered, rows if rows is None else tuple(rows), out_dtype
-        return self._call(CommOverlapCore._prepare_all_gather_matmul, (x_shard_m, w, bias, out, into), *options)
+        into = memory(gathered) if isinstance(gathered, (torch.Tensor, Float8Tensor)) else None
+        options = into is not None or gathered, rows if rows is None else tuple(rows), out_dtype or x_shard_m.dtype
+        tensors = x_shard_m, w, bias, out, into
+        y, data, *scale = self._call(CommOverlapCore._prepare_all_gather_matmul, tensors, *options)
+        if not scale or data is None:
+            return y, data
+        if into is not None:
+            gathered.scale.copy_(scale[0])
+            return y, gathered
+        return y, replace(x_shard_m, data=data, scale=scale[0], source=None)
 
-    def _prepare_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
+    def _prepare_all_gather_matmul(self, tensors, how: str, return_gathered: bool | str, rows, out_dtype):
+        x, w, *_ = tensors
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
-        config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        call = AllGatherMatmul(None, rows, out_dtype, config, None, precision(x.dtype), return_gathered)
-        return self.context.prepared(call, (x, w, bias, out, gathered))
+        config = with_room_for(config, out_dtype, x.dtype, how)
+        call = AllGatherMatmul(None, rows, out_dtype, config, None, how, return_gathered)
+        return self.context.prepared(call, tensors)
 
     def matmul_reduce_scatter(
         self, x, w, bias=None, *, rows=None, out=None, out_dtype=None, beside: bool = False
@@ -329,20 +343,25 @@ class CommOverlapCore:
 
         beside: the call is made inside a `self.beside` block, so the kernel leaves SMs free for the collective.
         """
-        options = rows if rows is None else tuple(rows), out_dtype, beside
+        options = rows if rows is None else tuple(rows), out_dtype or x.dtype, beside
         return self._call(CommOverlapCore._prepare_matmul_reduce_scatter, (x, w, bias, out), *options)
 
-    def _prepare_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool):
+    def _prepare_matmul_reduce_scatter(self, tensors, how: str, rows, out_dtype, beside: bool):
+        x, w, *_ = tensors
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         rows = check_rows("matmul_reduce_scatter", self.context, rows, total=x.shape[0])
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
-        config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        call = MatmulReduceScatter(None, rows, out_dtype, config, None, precision(x.dtype))
-        return self.context.prepared(call, (x, w, bias, out))
+        wire = torch.float32 if x.dtype in FP8 and self.dtype is torch.float32 else result_dtype(x.dtype)
+        stored = max(out_dtype, wire, key=lambda each: each.itemsize)
+        config = with_room_for(config, stored, x.dtype, how)
+        call = MatmulReduceScatter(None, rows, out_dtype, config, None, how, wire_dtype=wire)
+        return self.context.prepared(call, tensors)
 
-    def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
+    def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS):
         """Collective. Every rank's rows, on the current stream."""
+        if isinstance(x_shard_m, Float8Tensor):
+            return x_shard_m.all_gather(lambda part, into: self.all_gather(part, rows, into, max_programs), rows, out)
         return collectives.all_gather(self.context, x_shard_m, rows, out, max_programs, config=self._collective)
 
     def reduce_scatter(self, x, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
@@ -350,18 +369,18 @@ class CommOverlapCore:
         return collectives.reduce_scatter(self.context, x, rows, out, max_programs, config=self._collective)
 
     @contextlib.contextmanager
-    def beside(self, collective, x: torch.Tensor, rows, out: torch.Tensor):
+    def beside(self, collective, x, rows, out):
         """Overlap `self.all_gather` or `self.reduce_scatter` with the GEMMs that the block launches.
 
         These must be local GEMMs, or one `self.matmul_reduce_scatter(beside=True)`. The communication stream starts
         after all work launched so far on the caller's stream, which waits for the communication stream at the end of
         the block.
         """
-        self._check(x.shape[-1], max(x.shape[0], out.shape[0]), x.dtype)
+        self._check(x.shape[-1], max(x.shape[0], out.shape[0]), memory(x).dtype)
         dev, current = self._helper.dev, self._helper.dev.current_stream()
         gate = Fence(dev)
         gate.record(current)
-        lease = Lease(out, dev=dev, home=current, gate=gate, name=self._moved)
+        lease = Lease(memory(out), dev=dev, home=current, gate=gate, name=self._moved)
         with lease.write(self.stream), dev.stream(self.stream):
             collective(x, rows, out, self._num_carriers)
         # They fit side by side, and the caller's stream joins at the end: what comes next need not follow this stream.
@@ -384,32 +403,42 @@ class CommOverlapCore:
 
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank. Leaves free the SMs that set_sm_margin and NVTE_EXT_MARGIN_SM reserve."""
-        return self._call(CommOverlapCore._prepare_multiply, (x, w, out), out_dtype)
+        return self._call(CommOverlapCore._prepare_multiply, (x, w, None, out), out_dtype or x.dtype)
 
-    def _prepare_multiply(self, x, w, out, out_dtype):
+    def _prepare_multiply(self, tensors, how: str, out_dtype):
+        x, w, bias, out, *scales = tensors
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
-        if not margin or not x.shape[1]:
+        config = None
+        if margin and x.shape[1]:
+            config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w), out_dtype, precision=how)
+            config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
+        elif not scales:
             capture.prepare_cublas()
-            return lambda x, w, out: product(x, w, out_dtype, out)
-        config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w), out_dtype)
-        config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
-        run = Matmul(None, out_dtype, config, precision(x.dtype)).prepare(x, w, None, out)
-        return lambda x, w, out: run(x, w, None, out)
+            return lambda x, w, bias, out: product(x, w, out_dtype, out)
+        return Matmul(None, out_dtype, config, how).prepare(x, w, bias, out, *scales)
 
-    def _call(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """What `prepare(self, *tensors, *options)` returns, called with the tensors; for calls alike it is kept.
+    def _call(self, prepare, tensors: tuple, *options):
+        """What `prepare(self, tensors, precision, *options)` returns, called with the tensors; for calls alike kept.
 
-        As by Context.call, whose calls have no communicator: its options choose their configurations.
+        As by Context.call, whose calls have no communicator: its options choose their configurations. The first two
+        tensors may be Float8Tensors; their scales then are what is prepared for last, and called with.
         """
-        key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
+        x, w, *others = tensors
+        if isinstance(x, Float8Tensor):
+            tensors, how = (x.data, w.data, *others, Scales(x.scale, w.scale)), precision(x.data.dtype, x.fast_accum)
+        else:
+            how = precision(x.dtype)
+        key = prepare, self._number, how, *map(describe, tensors), *options
         with self.context.turn:
-            return self.context.workspace().prepared(key, prepare, self, *tensors, *options)(*tensors)
+            return self.context.workspace().prepared(key, prepare, self, tensors, how, *options)(*tensors)
 
     def _check(self, width: int, tokens: int, dtype: torch.dtype):
-        if tokens * width > math.prod(self.shape) or dtype != self.dtype:
+        takes = (self.dtype, *FP8) if self.is_fp8_ubuf() or self.comm_type is CommOverlapType.RS else (self.dtype,)
+        if tokens * width > math.prod(self.shape) or dtype not in takes:
+            mode = "quantization_modes of FP8" if dtype in FP8 else f"dtype={dtype}"
             raise ValueError(
                 f"{self!r}: {tokens} tokens of {width} in {dtype} don't fit; initialize_ub() takes the largest number "
-                f"of tokens, and dtype={dtype}"
+                f"of tokens, and {mode}"
             )
 
     def _config(self, operation: str, tokens: int, x, w, width: int, spared: int = 0) -> OverlapConfig:
@@ -440,13 +469,13 @@ class CommOverlapCore:
 
     def _reserve(self):
         """Collective. Reserve workspace for the largest call, on the current and on the communication stream."""
-        memory = workspace_bytes(self.shape, self.dtype, self.size)
+        sizes = workspace_bytes(self.shape, self.dtype, self.size)
         if not (self._by_copies and self.context.mapped):
-            memory["landing_bytes"] = 0
+            sizes["landing_bytes"] = 0
         # The current stream first: a captured stream that has no workspace may borrow an older one (Context.workspace).
-        self.context.workspace().reserve(**memory)
+        self.context.workspace().reserve(**sizes)
         with self._helper.dev.stream(self.stream):
-            self.context.workspace().reserve(**memory)
+            self.context.workspace().reserve(**sizes)
 
 
 class CommOverlap(CommOverlapCore):
@@ -543,9 +572,12 @@ def checked_shape(where: str, shape) -> tuple[int, int]:
     return sizes
 
 
-def check_dtype(where: str, dtype):
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"{where}={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16; there is no fp8")
+def check_dtype(where: str, dtype, fp8: torch.dtype | None = None):
+    """Raise TypeError for what no buffer is of. fp8: what one of FP8 is, None where there is none."""
+    if dtype not in (*DTYPES, fp8) or dtype is None:
+        names = "torch.float32, torch.float16 or torch.bfloat16"
+        names += ", or torch.uint8 for FP8" if fp8 else "; only what is gathered can be FP8"
+        raise TypeError(f"{where}={dtype!r} must be {names}")
 
 
 def _options(arguments: dict) -> OverlapOptions:
@@ -565,7 +597,8 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     # A collective cuts a rank's part into at least as many chunks as it has programs.
     num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.MAX_CHUNK_BYTES + 1, MAX_PROGRAMS)
     packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes)
-    inbox_bytes = size * part * itemsize
+    # Of FP8 each row, of 16 elements or more, has a scale.
+    inbox_bytes = size * part * itemsize + (size * part // 4 if itemsize == 1 else 0)
     return dict(
         inbox_bytes=inbox_bytes,
         num_chunks=num_chunks,
@@ -578,10 +611,10 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
 
 def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
     """Symmetric memory for `streams` workspaces: the communication stream's, the caller's, and one spare."""
-    memory = workspace_bytes(shape, dtype, size)
-    words = size * memory["num_chunks"] + max(memory["num_packets"], most_packets(size))
-    workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + 3 * LAMPORT_BYTES + (1 << 16)
-    return streams * (workspace + memory["landing_bytes"]) + (4 << 20)
+    sizes = workspace_bytes(shape, dtype, size)
+    words = size * sizes["num_chunks"] + max(sizes["num_packets"], most_packets(size))
+    workspace = 5 * sizes["inbox_bytes"] // 2 + 16 * words + 3 * LAMPORT_BYTES + (1 << 16)
+    return streams * (workspace + sizes["landing_bytes"]) + (4 << 20)
 
 
 def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):
@@ -592,15 +625,17 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
     The local tensor is copied into this rank's chunk of the buffer. `global` is a view of the whole buffer, which the
     GEMM fills with the other ranks' rows. With cublasmp semantics nothing is copied and both are the local tensor.
     Passing the local tensor itself to general_gemm gives the same result without a buffer.
+
+    quantizer: of the local tensor if that is not quantized and the buffer is FP8. Both are then Float8Tensors; `global`
+        has a scale for each row, which the GEMM fills in, too. Raises RuntimeError for tensors of FP8 and a buffer of
+        another dtype, or the reverse, and ValueError for quantizers with more than one scale.
     """
-    if quantizer is not None:
-        raise ValueError(
-            f"fill_userbuffers_buffer_for_all_gather: quantizer={type(quantizer).__name__}, but there is no fp8; pass "
-            f"None and an unquantized tensor"
-        )
     where = "fill_userbuffers_buffer_for_all_gather"
     _check_communicator(where, comm)
-    if not isinstance(local_tensor, torch.Tensor):
+    local_tensor = float8_tensor(f"{where}: local_tensor", local_tensor)
+    if quantizer is not None:
+        check_quantizer(f"{where}: quantizer", quantizer)
+    if not isinstance(local_tensor, (torch.Tensor, Float8Tensor)):
         raise TypeError(f"{where}: local_tensor is {type(local_tensor).__name__} and must be a tensor")
     ranks = group_of(comm.context if process_group is None else process_group, f"{where}: process_group").global_ranks
     if ranks != comm.context.group.global_ranks:
@@ -608,11 +643,25 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
             f"{where}: process_group has the ranks {ranks}, but {comm!r} gathers from "
             f"{comm.context.group.global_ranks}; pass the group that it was made for, or None"
         )
+    is_fp8 = isinstance(local_tensor, Float8Tensor)
+    if is_fp8 and not comm.is_fp8_ubuf() or comm.is_fp8_ubuf() and not is_fp8 and quantizer is None:
+        raise RuntimeError(
+            f"{where}: the tensor is {'FP8' if is_fp8 else local_tensor.dtype}, but the buffer of {comm!r} "
+            f"{'is FP8; pass a quantizer' if comm.is_fp8_ubuf() else 'is not; use a communicator of FP8'}"
+        )
+    if comm.is_fp8_ubuf() and not is_fp8:
+        local_tensor = float8_tensor(where, quantizer(local_tensor))
     if comm.with_cublasmp():
         return local_tensor, local_tensor
-    comm.copy_into_buffer(local_tensor, local_chunk=True)
+    comm.copy_into_buffer(memory(local_tensor), local_chunk=True)
     total = comm._active[0]
-    return comm.get_buffer(shape=(total, *local_tensor.shape[1:])), local_tensor
+    whole = comm.get_buffer(shape=(total, *local_tensor.shape[1:]))
+    if not comm.is_fp8_ubuf():
+        return whole, local_tensor
+    scale = torch.full((*whole.shape[:-1], 1), math.nan, device=whole.device)
+    own = scale.split(split_rows(total, comm.size))[comm.rank]
+    own.copy_(local_tensor.scale.reshape(1 if local_tensor.scale.numel() == 1 else own.shape))
+    return replace(local_tensor, data=whole.view(local_tensor.data.dtype), scale=scale, source=None), local_tensor
 
 
 def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, send_stream, recv_stream):

@@ -22,7 +22,7 @@ from numbers import Integral
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """The data format of a set of communicators. `initialize_ub` refuses FP8, which the kernels don't support."""
+    """The data format of a set of communicators. With FP8 those that gather have buffers of FP8."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -48,8 +48,8 @@ class OverlapOptions:
         whole shards. Works with any number of ranks.
     use_ce: ring_exchange: the copy engine (DMA) sends where that is faster: shares of 8 MB and more, if the peers'
         memory is mapped. Otherwise comm programs send. False: num_sm comm programs always send.
-    atomic_gemm: fp8 only, so it is refused.
-    fp8_buf: no effect without fp8.
+    atomic_gemm: refused; in every fused kernel tiles wait for their own rows.
+    fp8_buf: what is gathered always is FP8 in that mode, and what is reduced is not: True is refused there.
     comm_priority: priority of the communication stream, which runs the collectives beside GEMMs. 0: the device's
         highest.
     gemm_priority: must be 0; GEMMs run on the caller's stream, with its priority.
@@ -77,7 +77,10 @@ class OverlapOptions:
         """
         options = replace(self, **{key: checked_option(where(key), key, value) for key, value in vars(self).items()})
         if options.atomic_gemm:
-            raise ValueError(f"{where('atomic_gemm')}: atomic_gemm=True needs fp8, which there is none of; pass False")
+            raise ValueError(
+                f"{where('atomic_gemm')}: atomic_gemm=True is not supported, as in every fused kernel tiles wait for "
+                f"their own rows; pass False"
+            )
         if options.gemm_priority != 0:
             raise ValueError(
                 f"{where('gemm_priority')}: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's "
@@ -90,7 +93,7 @@ class OverlapOptions:
         """{option: reason} for the options that have no effect with this method."""
         reasons = {
             "cga_size": "the programs form no clusters",
-            "fp8_buf": "there is no fp8",
+            "fp8_buf": "the quantization mode and the collective determine what travels",
             "pipeline_rs_overlap_first_gemm": "the first tiles are always sent while the next ones are computed",
         }
         if self.method in ("ring_exchange", "pipeline"):
@@ -184,13 +187,14 @@ def configure(
     with_cublasmp: bool = False,
     comm_priority: int = 0,
     gemm_priority: int = 0,
+    fp8: bool = False,
 ) -> dict[str, OverlapOptions]:
     """The options of every GEMM's communicator: the defaults, changed by a user's `{GEMM: {option: value}}`.
 
     An entry of None keeps the defaults. Booleans may be given as 0 and 1, and any value as a tuple or list of length
     one. Where a configuration changes the method of proj_fprop or fc2_fprop, the other options keep the defaults of
-    pipeline; for qkv_dgrad and fc1_dgrad they become those of the new method. Raises ValueError or TypeError that names
-    the GEMM, the option and the allowed values.
+    pipeline; for qkv_dgrad and fc1_dgrad they become those of the new method. fp8: of the mode FP8. Raises ValueError
+    or TypeError that names the GEMM, the option and the allowed values.
     """
     if ub_cfg is not None and not isinstance(ub_cfg, dict):
         raise TypeError(f"ub_cfgs: a configuration is a dict of GEMMs, not {type(ub_cfg).__name__}")
@@ -207,6 +211,11 @@ def configure(
             what = "a reduce-scatter" if reduces else "an all-gather"
             raise ValueError(f"ub_cfgs[{name!r}]: {method} of {name} is {what}; leave is_reduce_scatter out")
         where = f"ub_cfgs[{name!r}]"
+        if fp8 and reduces and entry.get("fp8_buf"):
+            raise ValueError(
+                f"{where}: fp8_buf=True would send partial sums in FP8, which these kernels don't; pass fp8_buf=False, "
+                f"for sums of FP8 products that travel in bf16 and add up in fp32"
+            )
         options[name] = replace(base, **entry | {"is_reduce_scatter": reduces}).checked(lambda key, where=where: where)
     for dgrad in _SWITCHABLE:
         wgrad = dgrad.replace("dgrad", "wgrad")

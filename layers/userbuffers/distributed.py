@@ -8,6 +8,9 @@ from tkernels.comm.arguments import check_dense
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import group_of
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
+from tkernels.configs import FP8
+from tkernels.layers.tensor_parallel.float8 import Float8Tensor
+from tkernels.layers.userbuffers.float8 import check_quantizer, float8_tensor
 
 
 class Distributed:
@@ -16,7 +19,7 @@ class Distributed:
     def __init__(self, group):
         self._group = group
 
-    def all_gather(self, x: torch.Tensor, rows=None) -> torch.Tensor:
+    def all_gather(self, x, rows=None):
         return gather_along_first_dim(x, self._group)[0]
 
     def reduce_scatter(self, x: torch.Tensor, rows=None) -> torch.Tensor:
@@ -52,11 +55,22 @@ class Gather(torch.autograd.Function):
 def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = False, quantizer=None):
     """All-gather by torch.distributed: (every rank's rows, None or the async work to wait for).
 
-    All ranks must have the same number of rows. Raises ValueError for a quantizer, which is for fp8.
+    All ranks must have the same number of rows. quantizer: what travels is FP8, and a Float8Tensor [M, K] returns, with
+    a scale for each row. Raises ValueError for quantizers with more than one scale for a tensor.
     """
-    if quantizer is not None:
-        raise ValueError("gather_along_first_dim: quantizer is for fp8, which is not supported; leave it out")
     group = group_of(process_group, "gather_along_first_dim: process_group").process_group
+    inp = float8_tensor("gather_along_first_dim: inp", inp)
+    if quantizer is not None:
+        check_quantizer("gather_along_first_dim: quantizer", quantizer)
+        inp = inp if isinstance(inp, Float8Tensor) else float8_tensor("gather_along_first_dim", quantizer(inp))
+    if isinstance(inp, Float8Tensor):
+        inp, works = inp.flatten(0, -2), []
+
+        def gather(part, out):
+            part, out = (each.view(torch.uint8) if each.dtype in FP8 else each for each in (part, out))
+            works.append(all_gather_single(out, part.contiguous(), group=group, async_op=async_op and not works))
+
+        return inp.all_gather(gather, [inp.shape[0]] * dist.get_world_size(group)), works[0]
     if not isinstance(inp, torch.Tensor) or inp.dim() == 0:
         raise TypeError(f"gather_along_first_dim: inp={inp!r} must be a tensor with rows")
     check_dense("gather_along_first_dim", inp=inp)

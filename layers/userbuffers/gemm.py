@@ -3,14 +3,18 @@
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.configs import FP8
 from tkernels.layers.tensor_parallel.dataflow import product
+from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory, values
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType
 from tkernels.layers.userbuffers.defaults import boolean
+from tkernels.layers.userbuffers.float8 import check_quantizer, float8_tensor
 
 OPERANDS = {  # by layout: (x, w) of x @ w.T
     "TN": lambda A, B: (B, A),
@@ -80,12 +84,24 @@ def general_gemm(
     The returned out is the result in every case: `out` if that was given, else for RS possibly in extra_output's
     memory. A kernel that communicates adds bias inside, unless alpha, accumulate or gelu apply too. In all other cases
     torch applies bias, alpha, beta, and gelu to a result already rounded to out_dtype, each in its own pass.
-    use_split_accumulator concerns fp8 and has no effect.
+
+    FP8: A and B are both Float8Tensors, or TransformerEngine's, with K in multiples of 16. The result is of out_dtype,
+    else of B's nominal dtype. Tensor cores take K contiguous, so layouts other than TN copy what they transpose, which
+    must have one scale.
+    use_split_accumulator: sums of FP8 are added in fp32 each 128 of K. False: they stay in tensor cores.
+    quantization_params: a quantizer of the result, which is returned as a Float8Tensor. Refused with `out`, and with
+        RS, whose partial sums don't travel in FP8.
+    ub_type AG: ub must be one of FP8. Ranks' scales may differ. extra_output is of torch.uint8 or FP8: the bytes of all
+        rows, which one scale belongs to only if the ranks' are equal; a Float8Tensor's scales are filled as well.
 
     Matrices may have more dimensions, all but the last of which count as rows; the result then has B's leading
     dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched; but an `out` of
     the wrong shape, in a call whose kernel communicates, is refused after the launch.
     """
+    A, B = float8_tensor("general_gemm: A", A), float8_tensor("general_gemm: B", B)
+    if isinstance(B, Float8Tensor):
+        fast_accum = not boolean("general_gemm: use_split_accumulator", use_split_accumulator)
+        B = B if B.fast_accum == fast_accum else replace(B, fast_accum=fast_accum)
     _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub)
     if type(alpha) is not float:
         alpha = _number("alpha", alpha)
@@ -111,10 +127,18 @@ def general_gemm(
         )  # fmt: skip
         if gelu_input is not None:
             gelu_input = gelu_input.view(-1, *inner, gelu_input.shape[-1]) if gelu_in is None else gelu_in
-        value = value.view(-1, *inner, value.shape[-1]) if out is None else out
+        if isinstance(value, Float8Tensor):
+            value = value.rows_of(value.data.view(-1, *inner, value.shape[-1]))
+        else:
+            value = value.view(-1, *inner, value.shape[-1]) if out is None else out
         return value, bias_grad, gelu_input, extra_output
     if quantization_params is not None:
-        raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
+        check_quantizer("general_gemm: quantization_params", quantization_params)
+        if out is not None or (ub_type is CommOverlapType.RS and not bulk_overlap):
+            what = "a result that `out` can't hold" if out is not None else "sums that can't travel in FP8"
+            raise ValueError(
+                f"general_gemm: quantization_params quantizes {what}; pass None, and quantize the returned tensor"
+            )
     if not accumulate and beta not in (None, 0.0):
         raise ValueError(f"general_gemm: beta={beta} scales what is accumulated to; pass accumulate=True as well")
     if gelu_in is not None and not gelu:
@@ -163,23 +187,26 @@ def general_gemm(
         value = out.copy_(value)
     if filled is not None and filled is not value:
         filled.copy_(value)
-    return value, (value if gelu else gathered).sum(0) if asked else None, gelu_input, extra_output
+    bias_grad = values(value if gelu else gathered).sum(0) if asked else None
+    return value if quantization_params is None else quantization_params(value), bias_grad, gelu_input, extra_output
 
 
 def _gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
     """The GEMM that gathers, and the gathered rows: at least if they are wanted, or extra_output is to hold them."""
     mine, target, total = x, None, x.shape[0] * ub.size if rows is None else sum(rows)
-    if ub.holds(x):  # the global tensor: this rank's part is in place, and the gather fills in the others
+    if ub.holds(memory(x)):  # the global tensor: this rank's part is in place, and the gather fills in the others
         rows = split_rows(x.shape[0], ub.size) if rows is None else rows
         rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
         mine, target, total = x.split(rows)[ub.rank], x, x.shape[0]
     filled = None if extra_output is None else _shaped(extra_output, (total, x.shape[1]))
+    if filled is not None and isinstance(x, Float8Tensor):  # the caller has no place for scales
+        filled = replace(x.new_empty(total, 0), data=_bytes(filled).view(x.data.dtype))
     target = filled if target is None else target
     value, gathered = ub.all_gather_matmul(
         mine, w, bias, rows=rows, gathered=wanted if target is None else target, out=out, out_dtype=dtype
     )
     if filled is not None and filled is not gathered:
-        filled.copy_(gathered)
+        memory(filled).copy_(memory(gathered))
     return value, gathered
 
 
@@ -205,6 +232,7 @@ def _bulk(ub, x, w, out, extra_output, ub_type, dtype):
     if ub_type is CommOverlapType.RS:
         collective, source, result = (ub.reduce_scatter, whole, own)
     extra = None if extra_output is None else _shaped(extra_output, result.shape)
+    extra = _bytes(extra) if ub.is_fp8_ubuf() and extra is not None else extra
     with ub.beside(collective, source, rows, result):
         value = ub.multiply(x, w, dtype, out)
     if extra is not None:
@@ -221,6 +249,14 @@ def _shaped(extra_output: torch.Tensor, shape) -> torch.Tensor:
             f"must be contiguous and have as many elements as what fills it, {list(shape)}"
         )
     return extra_output.view(shape)
+
+
+def _bytes(extra_output: torch.Tensor) -> torch.Tensor:
+    if extra_output.element_size() != 1:
+        raise TypeError(
+            f"general_gemm: extra_output is {extra_output.dtype}, but what fills it is FP8; pass one of torch.uint8"
+        )
+    return extra_output.view(torch.uint8)
 
 
 def _misshapen(out: torch.Tensor, shape) -> ValueError:
@@ -248,14 +284,16 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, 
     ):  # fmt: skip
         if tensor is None and name not in "AB":
             continue
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, (torch.Tensor, Float8Tensor) if name in "AB" else torch.Tensor):
             raise TypeError(f"general_gemm: {name} is {type(tensor).__name__} and must be a tensor")
         if tensor.device != B.device:
             raise ValueError(f"general_gemm: {name} is on {tensor.device}, but B on {B.device}")
-    if A.dim() < 2 or B.dim() < 2 or A.dtype != B.dtype:
+    quantized = isinstance(B, Float8Tensor)
+    alike = quantized == isinstance(A, Float8Tensor) and (quantized or A.dtype == B.dtype and A.dtype not in FP8)
+    if A.dim() < 2 or B.dim() < 2 or not alike:
         raise ValueError(
-            f"general_gemm: A is {A.dtype} {list(A.shape)} and B {B.dtype} {list(B.shape)}; they must be matrices, or "
-            f"have more dimensions, and be of one dtype"
+            f"general_gemm: A is {A.data.dtype} {list(A.shape)} and B {B.data.dtype} {list(B.shape)}; they must be "
+            f"matrices, or have more dimensions, and be of one dtype, or both Float8Tensors"
         )
     if ub is not None and not isinstance(ub, CommOverlapCore):
         raise TypeError(f"general_gemm: ub is {type(ub).__name__} and must be a CommOverlap or a CommOverlapP2P")
@@ -291,6 +329,8 @@ def _check_overlap(ub, ub_type, bulk):
             f"general_gemm: bulk_overlap=True, but {ub!r} has cublasmp semantics, which have no bulk overlap; pass "
             f"bulk_overlap=False and a communicator that overlaps inside the GEMM, or make one without use_cublasmp"
         )
+    if bulk and ub.is_fp8_ubuf() and ub_type is CommOverlapType.RS:
+        raise ValueError(f"general_gemm: {ub!r} only gathers, as sums don't travel in FP8; pass one of another dtype")
     if ub.is_p2p_overlap() and (bulk or ub.comm_type != ub_type):
         raise ValueError(
             f"general_gemm: a CommOverlapP2P of type {ub.comm_type.name} overlaps only that, inside a GEMM, not "

@@ -1,6 +1,7 @@
 """Linear and LayerNormLinear with TransformerEngine's arguments in its order, and the base class of all layers here."""
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections.abc import Iterable
@@ -15,8 +16,9 @@ from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.tensor_parallel import dataflow
+from tkernels.layers.tensor_parallel.float8 import check_features
 from tkernels.layers.tensor_parallel.linear import check_place
-from tkernels.layers.userbuffers import registry
+from tkernels.layers.userbuffers import float8, registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType
 from tkernels.layers.userbuffers.distributed import Distributed, Gather
 
@@ -63,6 +65,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
         self._init_methods = {}  # by parameter
+        self._float8 = {}  # by ub_name: a LayerScaling
 
     def _effective(
         self, mode, ub_name, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, **_
@@ -96,17 +99,23 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             )
         if wanted and ub_name is None:
             raise ValueError(f"{name}: {wanted[0]} needs ub_name, one of qkv, fc1 (column), proj, fc2 (row)")
-        for flag in wanted:
-            product = f"{ub_name}_{flag.rpartition('_')[2]}"
-            comm, (kind, bulk) = registry.get_ub(product), FLAGS[flag]
-            if comm.comm_type is not kind or (comm.options.method == "bulk") != bulk:
-                raise ValueError(
-                    f"{name}: {flag} needs {product} to be {'a bulk' if bulk else 'an overlapped'} {kind.name}, but it "
-                    f"is {comm!r}; choose its method in ub_cfgs, or another ub_name"
-                )
+        modes = [use_fp8 for use_fp8 in (False, True) if registry.has_mode(use_fp8)] or [False]
+        for use_fp8, flag in itertools.product(modes, wanted):
+            self._communicator(flag, ub_name, use_fp8)
         if wanted and self.tp_group is not None:
             registry.check_group(name, self.tp_group)
         return flags
+
+    def _communicator(self, flag: str, ub_name: str, use_fp8: bool):
+        """The communicator of an overlap in that mode. Raises if there is none, or one of another kind."""
+        product = f"{ub_name}_{flag.rpartition('_')[2]}"
+        comm, (kind, bulk) = registry.get_ub(product, use_fp8), FLAGS[flag]
+        if comm.comm_type is not kind or (comm.options.method == "bulk") != bulk:
+            raise ValueError(
+                f"{type(self).__name__}: {flag} needs {product} to be {'a bulk' if bulk else 'an overlapped'} "
+                f"{kind.name}, but it is {comm!r}; choose its method in ub_cfgs, or another ub_name"
+            )
+        return comm
 
     def set_tensor_parallel_group(self, tp_group):
         """Set the group, if it didn't exist at construction. None: the group of initialize_ub.
@@ -210,16 +219,23 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
                 f"{type(self).__name__}: x has shape {tuple(x.shape)}, and thus no tokens whatever the sequence's "
                 f"length; of its dimensions only the first one may be 0"
             )
+        scaling, quantizers = float8.current(), None
+        if scaling is not None:
+            check_features(type(self).__name__, in_features=weight.shape[1], out_features=weight.shape[0])
+            if ub_name not in self._float8 or self._float8[ub_name].scaling != scaling:
+                self._float8[ub_name] = float8.LayerScaling(scaling)
+            quantizers = self._float8[ub_name].for_call(weights)
         flow = self._flow(
             mode, x.shape[:-1].numel(), None if rows is None else [n * inner for n in rows], flags, ub_name
         )
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
-        return dataflow.linear(x, weight, bias, flow, wgrad)
+        return dataflow.linear(x, weight, bias, flow, wgrad, quantizers)
 
     def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None):
         if mode is None or self.tp_size == 1:
             return dataflow.Local()
-        comms = {flag: registry.get_ub(f"{ub_name}_{flag.rpartition('_')[2]}") for flag in FLAGS if flags[flag]}
+        use_fp8 = float8.current() is not None
+        comms = {flag: self._communicator(flag, ub_name, use_fp8) for flag in FLAGS if flags[flag]}
         if comms:
             context = next(iter(comms.values())).context
             if rows is None:

@@ -1,5 +1,6 @@
 """LayerNormMLP, with TransformerEngine's arguments in its order."""
 
+import contextlib
 import functools
 import math
 
@@ -7,6 +8,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
+from tkernels.layers.userbuffers import float8
 from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, check_number, divide, given, refuse
 
 _gelu = functools.partial(functional.gelu, approximate="tanh")
@@ -114,7 +116,10 @@ class LayerNormMLP(ParallelModule):
     def forward(self, inp, is_first_microbatch=None, *, rows=None):
         """x [s/P, ..., hidden] -> same shape; then fc2's bias (return_bias), then the norm's output if requested."""
         if self.checkpoint and torch.is_grad_enabled():
-            y, normed = recompute(self._forward, inp, rows, use_reentrant=False)
+            options, scaling = {"use_reentrant": False}, float8.current()
+            if scaling is not None:  # backward runs after the block
+                options["context_fn"] = lambda: (contextlib.nullcontext(), float8.scaling_of(scaling))
+            y, normed = recompute(self._forward, inp, rows, **options)
         else:
             y, normed = self._forward(inp, rows)
         results = (y, self.fc2_bias) if self.return_bias else (y,)

@@ -11,6 +11,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from tkernels.comm import runtime
 from tkernels.comm.context import Context, MeshLike, constant_in_traces, group_of
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
@@ -48,10 +49,6 @@ REMOVED_VARIABLES = (
     "NVTE_UB_FP8_RS",
 )
 
-_2X_ACC_FPROP = False
-_2X_ACC_DGRAD = True
-_2X_ACC_WGRAD = True
-
 _ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
 _state = {"initialized": False, "cublasmp": False, "helper": None, "groups": []}
 
@@ -73,8 +70,10 @@ def initialize_ub(
     shape: [tokens, hidden], the largest of any call of a tensor-parallel group. Calls may have fewer tokens.
     tp_size: ranks per domain. Domains are blocks of consecutive ranks, unless tp_group gives this rank's domain: a
         process group, or a mesh of one dimension.
-    quantization_modes: [NONE]. FP8 is refused, as is the deprecated use_fp8: the kernels have no fp8.
-    dtype: of all operands.
+    quantization_modes: [NONE], [FP8] or both: a set of communicators for each. Those of FP8 serve products of FP8, in
+        `fp8_autocast` those of the layers: gathers move a byte an element, and sums travel as they do for bf16.
+    use_fp8: deprecated; True is quantization_modes=[FP8].
+    dtype: of operands that are not quantized, and of results.
     ub_cfgs: {GEMM: {option: value}}, see `defaults`; or a list with one such dict for each mode.
     bootstrap_backend: of the torch groups created for the domains: gloo, mpi or nccl. None: the default group's. With
         tp_group, of which none is created, it must be that group's.
@@ -113,7 +112,8 @@ def initialize_ub(
             helper = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size))
             for mode, table in options.items():
                 for name, mine in table.items():
-                    made[name, mode] = _communicator(mine, shape, dtype, helper, tp_size, with_cublasmp)
+                    of = torch.uint8 if mode is FP8 and not mine.is_reduce_scatter else dtype
+                    made[name, mode] = _communicator(mine, shape, of, helper, tp_size, with_cublasmp)
     except Exception:  # raised on all ranks, so none of them uses what any of them has made
         for context in open_contexts():
             if context not in before:
@@ -154,8 +154,14 @@ def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
     key = name, FP8 if use_fp8 else NONE
     if key not in _ub_communicators:
         there = ", ".join(sorted(name for name, mode in _ub_communicators if mode is key[1])) or "none in this mode"
-        raise KeyError(f"UB for {name} is not registered. Registered: {there}.")
+        way = f"; pass initialize_ub quantization_modes with {key[1]}" if not has_mode(use_fp8) else ""
+        raise KeyError(f"UB for {name} is not registered{' in FP8' if use_fp8 else ''}. Registered: {there}{way}.")
     return _ub_communicators[key]
+
+
+def has_mode(use_fp8: bool) -> bool:
+    """Whether initialize_ub has made communicators of FP8, or of none."""
+    return any(mode is (FP8 if use_fp8 else NONE) for _, mode in _ub_communicators)
 
 
 @constant_in_traces
@@ -244,9 +250,9 @@ def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
     wrong = [mode for mode in modes if not isinstance(mode, UserBufferQuantizationMode)]
     if wrong:
         raise TypeError(f"initialize_ub: quantization_modes has {wrong}, which are no UserBufferQuantizationMode")
-    if FP8 in modes:
+    if FP8 in modes and not runtime.has_fp8():
         raise ValueError(
-            "initialize_ub: UserBufferQuantizationMode.FP8 is not supported, as these kernels have no fp8; pass "
+            "initialize_ub: this GPU has no float8 arithmetic; pass "
             "quantization_modes=[UserBufferQuantizationMode.NONE]"
         )
     if len(set(modes)) < len(modes):
@@ -265,7 +271,8 @@ def _configurations(ub_cfgs, modes) -> list[dict | None]:
 def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQuantizationMode, dict]:
     lowest, highest = get_stream_priority_range()
     common = dict(with_cublasmp=with_cublasmp, comm_priority=highest, gemm_priority=lowest)
-    return {mode: configure(ub_cfg, tp_size, **common) for mode, ub_cfg in zip(modes, configurations, strict=True)}
+    pairs = zip(modes, configurations, strict=True)
+    return {mode: configure(ub_cfg, tp_size, fp8=mode is FP8, **common) for mode, ub_cfg in pairs}
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import types
 import warnings
 
 from tkernels.layers import userbuffers
-from tkernels.layers.userbuffers import communicators, registry
+from tkernels.layers.userbuffers import communicators, float8, registry
 
 API_VERSION = "2.17.0"  # the TransformerEngine release whose interface this package follows
 MEGATRONS_LAYERS = "megatron.core.extensions.transformer_engine"
@@ -39,11 +39,14 @@ def _of(module, names: str) -> dict:
 
 
 _NAMES = "UserBufferQuantizationMode destroy_ub initialize_ub"
-_BASE = _of(
-    registry,
-    f"{_NAMES} _2X_ACC_DGRAD _2X_ACC_FPROP _2X_ACC_WGRAD _ub_communicators get_ub get_ub_is_fp8 is_ub_initialized "
-    f"using_cublasmp_backend",
-) | _of(communicators, "fill_userbuffers_buffer_for_all_gather")
+_BASE = (
+    _of(
+        registry,
+        f"{_NAMES} _ub_communicators get_ub get_ub_is_fp8 is_ub_initialized using_cublasmp_backend",
+    )
+    | _of(communicators, "fill_userbuffers_buffer_for_all_gather")
+    | _of(float8, "_2X_ACC_DGRAD _2X_ACC_FPROP _2X_ACC_WGRAD")
+)
 _TOP = _of(userbuffers, f"{_NAMES} Linear LayerNormLinear LayerNormMLP MultiheadAttention TransformerLayer")
 _EXTENSIONS = _of(
     userbuffers,
@@ -61,13 +64,20 @@ MODULES = {
 }
 
 # Of a TransformerEngine that is installed, these stay its own.
-_OWN = {"transformer_engine.pytorch": _of(userbuffers, "DotProductAttention LayerNorm RMSNorm")}
+_OWN = {
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": _of(userbuffers, "DelayedScaling Float8CurrentScaling Format"),
+    "transformer_engine.pytorch": _of(
+        userbuffers,
+        "DotProductAttention Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor LayerNorm RMSNorm autocast "
+        "fp8_autocast",
+    ),
+    "transformer_engine.pytorch.fp8": _of(userbuffers, "autocast fp8_autocast"),
+}
 LACKING = {
-    "transformer_engine.common": (),
-    "transformer_engine.common.recipe": ("DelayedScaling",),
     "transformer_engine.pytorch": ("GroupedLinear",),
     "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker",),
-    "transformer_engine.pytorch.fp8": ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
+    "transformer_engine.pytorch.fp8": ("FP8GlobalStateManager", "fp8_model_init"),
     "transformer_engine.pytorch.ops": ("FusibleOperation", "Sequential"),
     "transformer_engine.pytorch.router": (
         "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function",
@@ -103,7 +113,7 @@ def install(patch: bool = False) -> None:
             stacklevel=2,
         )
     _undo.callback(_define_megatrons_layers)
-    for name in sorted(MODULES.keys() | LACKING.keys()):
+    for name in sorted(MODULES.keys() | LACKING.keys() | _OWN.keys()):
         lacking = {key: _Lacking(key, (), {"__module__": name}) for key in LACKING.get(name, ())}
         _make(name, lacking | _OWN.get(name, {}) | MODULES.get(name, {}))
     finder = _Finder()

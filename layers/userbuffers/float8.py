@@ -1,0 +1,287 @@
+"""FP8 as TransformerEngine's users ask for it: recipes, the block in which layers multiply in FP8, and quantizers.
+
+    with te.fp8_autocast(fp8_recipe=te.DelayedScaling()):  # or Float8CurrentScaling()
+        y = layer(x)
+
+What a rank has of an operand has one scale. Scales travel beside rows, so those of ranks may differ: no amax is reduced
+over a group, and `fp8_group` and `reduce_amax` have no effect. Weights are scaled by what they are with either recipe,
+and their copies in FP8 are kept until they change. The weight's gradient is a product in the input's dtype.
+
+The recipes, quantizers and tensors of an installed TransformerEngine are known by their attributes, and its own
+fp8_autocast holds for the layers here.
+"""
+
+import contextlib
+import enum
+import functools
+import math
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import tkernels
+from tkernels.layers.tensor_parallel.float8 import Copies, Float8Tensor, Recipe, weights
+
+# Whether products add up beyond the tensor cores' 13 bits (use_split_accumulator), unless a recipe says so of them.
+_2X_ACC_FPROP = False
+_2X_ACC_DGRAD = True
+_2X_ACC_WGRAD = True
+
+LACKING = "is not supported: these kernels have scales of whole tensors, no block scaling"
+
+
+class Format(enum.Enum):
+    """What is quantized to what; HYBRID: gradients to e5m2, all else to e4m3. E5M2 alone is refused."""
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    HYBRID = "hybrid"
+
+
+@dataclass
+class DelayedScaling:
+    """Inputs and gradients are scaled by the largest of earlier calls, and what is larger saturates.
+
+    The scale is 2**-margin * largest number of the format / the largest |x| of the last amax_history_len calls ("max"),
+    or of the last ("most_recent"); 1 in a layer's first call.
+    override_linear_precision: the last, of the weight's gradient, is not multiplied in FP8 in any case.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: object = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, True)
+
+
+@dataclass
+class Float8CurrentScaling:
+    """All are scaled by what they are."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+class _Scaling(NamedTuple):
+    """What a recipe asks of layers. history: of delayed scaling, its length, 1 for the most recent; None: current."""
+
+    recipe: Recipe
+    history: int | None = None
+    margin: int = 0
+
+
+_now: list[_Scaling | None] = [None]
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe=None, fp8_group=None, _graph=False):
+    """A block in which the layers multiply in FP8, and so does their backward. All ranks must use it alike.
+
+    fp8_recipe: None is DelayedScaling(). Raises ValueError by name for one that isn't supported, before any layer runs.
+    """
+    if enabled and calibrating:
+        raise ValueError("fp8_autocast: calibrating=True is not supported; leave it out")
+    with scaling_of(_scaling(DelayedScaling() if fp8_recipe is None else fp8_recipe) if enabled else None):
+        yield
+
+
+def autocast(enabled: bool = True, calibrating: bool = False, recipe=None, amax_reduction_group=None, _graph=False):
+    """fp8_autocast, by the names of newer releases."""
+    return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group, _graph)
+
+
+@contextlib.contextmanager
+def scaling_of(scaling: _Scaling | None):
+    """A block with what `current` returned."""
+    before, _now[0] = _now[0], scaling
+    try:
+        yield
+    finally:
+        _now[0] = before
+
+
+def current() -> _Scaling | None:
+    """What the layers multiply by in FP8; None outside of fp8_autocast, this or an installed TransformerEngine's."""
+    if _now[0] is None:
+        for name in ("quantization", "fp8"):
+            state = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
+            if getattr(state, "is_fp8_enabled", bool)():
+                return _scaling(state.get_fp8_recipe())
+    return _now[0]
+
+
+def _scaling(recipe) -> _Scaling:
+    kinds, name = {kind.__name__ for kind in type(recipe).__mro__}, type(recipe).__name__
+    if not kinds & {"DelayedScaling", "Float8CurrentScaling"}:
+        raise ValueError(
+            f"fp8_autocast: fp8_recipe={name} {LACKING}; pass te.Float8CurrentScaling() or te.DelayedScaling()"
+        )
+    delayed, form, asked = "DelayedScaling" in kinds, recipe.fp8_format.name, functools.partial(getattr, recipe)
+    algorithm, precise = asked("amax_compute_algo", "max"), asked("override_linear_precision", (False,) * 3)
+    of_x = asked("fp8_quant_fwd_inp", None)
+    names = "fp8_dpa", "fp8_mha", "backward_override", "scaling_factor_compute_algo"
+    given = {name: asked(name, None) for name in names} | {"amax_epsilon": getattr(of_x, "amax_epsilon", 0)}
+    given |= {"override_linear_precision": any(precise[:2]) and precise}
+    given |= {"amax_compute_algo": algorithm not in ("max", "most_recent") and algorithm}
+    given |= {"fp8_format": form == "E5M2" and "E5M2, which backward can't multiply by itself"}
+    for option, value in given.items():
+        if value:
+            raise ValueError(f"fp8_autocast: {name}({option}={value}) is not supported; leave it out")
+
+    def fast(product: str, otherwise: bool) -> bool:
+        return not getattr(asked(f"fp8_gemm_{product}", None), "use_split_accumulator", otherwise)
+
+    shared = Recipe(
+        "tensor", asked("use_power_2_scales", False),
+        torch.float8_e4m3fn if form == "E4M3" else torch.float8_e5m2,
+        fast_accum=fast("fprop", _2X_ACC_FPROP), fast_accum_backward=fast("dgrad", _2X_ACC_DGRAD),
+    )  # fmt: skip
+    if not delayed:
+        return _Scaling(shared)
+    return _Scaling(shared, 1 if algorithm == "most_recent" else recipe.amax_history_len, recipe.margin)
+
+
+class LayerScaling:
+    """What one linear layer multiplies by in FP8: copies of its weights, and with delayed scaling histories."""
+
+    def __init__(self, scaling: _Scaling):
+        self.scaling, self.copies, self.histories = scaling, Copies(), {}
+
+    def for_call(self, parameters) -> "Quantizers":
+        return Quantizers(self, self.copies.kept(parameters, parameters) if len(parameters) == 1 else None)
+
+    def quantize(self, role: str, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        recipe, length, margin = self.scaling
+        if length is None:
+            return recipe.quantize(x, dtype)
+        if role not in self.histories or self.histories[role].amax.device != x.device:
+            amax = torch.zeros(length, device=x.device)
+            self.histories[role] = Float8Quantizer(torch.ones(1, device=x.device), amax, dtype)
+        quantizer = self.histories[role]
+        amax, scale = quantizer.amax, quantizer.scale
+        amax.copy_(amax.roll(1))
+        quantized = quantizer(x)
+        largest = amax.nan_to_num_(nan=0.0, posinf=0.0).amax()
+        wanted = (torch.finfo(dtype).max / largest / 2.0**margin).clamp_max(torch.finfo(torch.float32).max)
+        scale.copy_(torch.where(largest > 0, wanted, scale))  # without any value that counts it stays
+        return quantized.data, quantized.scale
+
+    def __deepcopy__(self, memo):
+        return LayerScaling(self.scaling)
+
+    def __reduce__(self):
+        return LayerScaling, (self.scaling,)
+
+
+class Quantizers(NamedTuple):
+    """What `dataflow.linear` quantizes with in one call of a layer."""
+
+    layer: LayerScaling
+    kept: tuple | None
+
+    def input(self, x: torch.Tensor) -> Float8Tensor:
+        data, scale = self.layer.quantize("input", x, torch.float8_e4m3fn)
+        return Float8Tensor(data, scale, x.dtype, self.layer.scaling.recipe.fast_accum, x)
+
+    def gradient(self, dy: torch.Tensor) -> Float8Tensor:
+        recipe = self.layer.scaling.recipe
+        data, scale = self.layer.quantize("gradient", dy, recipe.gradient)
+        return Float8Tensor(data, scale, dy.dtype, recipe.fast_accum_backward, dy)
+
+    def weight(self, w: torch.Tensor, transposed: bool = False) -> Float8Tensor:
+        return Float8Tensor(*weights(self.kept, [w], self.layer.scaling.recipe, transposed))
+
+
+# Tensors and quantizers
+
+
+def float8_dtype(where: str, dtype) -> torch.dtype:
+    """The dtype for torch's or TransformerEngine's name of it."""
+    for found in (torch.float8_e4m3fn, torch.float8_e5m2):
+        if dtype == found or str(dtype).endswith(("E4M3", "E5M2")[found == torch.float8_e5m2]):
+            return found
+    raise TypeError(f"{where}={dtype!r} must be torch.float8_e4m3fn or torch.float8_e5m2")
+
+
+def float8_tensor(where: str, tensor):
+    """A Float8Tensor for one of TransformerEngine; what is of no quantized class, itself. ValueError for other ones."""
+    if type(tensor) is torch.Tensor or isinstance(tensor, Float8Tensor) or tensor is None:
+        return tensor
+    if hasattr(tensor, "_fp8_dtype") and hasattr(tensor, "_data") and hasattr(tensor, "_scale_inv"):
+        if tensor._data is None:
+            raise ValueError(f"{where} is a {type(tensor).__name__} without rowwise data; quantize with rowwise=True")
+        nominal = getattr(tensor, "dtype", None) or getattr(tensor, "_dtype", torch.bfloat16)
+        data = tensor._data.view(float8_dtype(f"{where}._fp8_dtype", tensor._fp8_dtype))
+        return Float8Tensor(data, tensor._scale_inv, nominal)
+    if hasattr(tensor, "_rowwise_data"):
+        raise ValueError(
+            f"{where}, a {type(tensor).__name__}, {LACKING}; quantize with Float8Quantizer or "
+            f"Float8CurrentScalingQuantizer"
+        )
+    return tensor
+
+
+def check_quantizer(where: str, quantizer):
+    """Raise ValueError for a quantizer of another kind than those with one scale for a tensor."""
+    kinds = {kind.__name__ for kind in type(quantizer).__mro__}
+    if not callable(quantizer) or not kinds & {"Float8Quantizer", "Float8CurrentScalingQuantizer"}:
+        raise ValueError(
+            f"{where}={type(quantizer).__name__} {LACKING}; pass a Float8Quantizer or a Float8CurrentScalingQuantizer"
+        )
+
+
+def _saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp_(-most, most).to(dtype)
+
+
+class Float8Quantizer:
+    """Delayed scaling: quantizer(x) is x * scale, saturated, and writes the largest |x| to amax[0].
+
+    scale: fp32 of one element, by which values are multiplied. amax: fp32 of one or more elements. fp8_dtype: torch's,
+    or TransformerEngine's name of it. rowwise, columnwise: no effect; a transpose is copied where a product needs it.
+    """
+
+    def __init__(self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype, *, rowwise=True, columnwise=True):
+        self.scale, self.amax, self.dtype = scale, amax, float8_dtype("Float8Quantizer: fp8_dtype", fp8_dtype)
+
+    def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
+        x = tensor.detach()
+        if x.numel():
+            self.amax.view(-1)[0].copy_(torch.linalg.vector_norm(x, math.inf))
+        data, inverse = _saturated(x, self.scale, self.dtype), self.scale.reciprocal().view(1)
+        return Float8Tensor(data, inverse, x.dtype)
+
+
+class Float8CurrentScalingQuantizer:
+    """Current scaling: quantizer(x) is x / scale, whose largest element is the largest number of the format.
+
+    with_amax_reduction: the ranks of amax_reduction_group share the largest of their scales, which is then collective.
+        No product here needs it.
+    device, rowwise, columnwise: no effect.
+    """
+
+    def __init__(
+        self, fp8_dtype, device=None, *, rowwise=True, columnwise=True, with_amax_reduction: bool = False,
+        amax_reduction_group=None, force_pow_2_scales: bool = False,
+    ):  # fmt: skip
+        self.dtype = float8_dtype("Float8CurrentScalingQuantizer: fp8_dtype", fp8_dtype)
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+
+    def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
+        x = tensor.detach()
+        data, scale = tkernels.quantize(x, "tensor", self.dtype, power_of_two=self.force_pow_2_scales)
+        if self.with_amax_reduction:
+            dist.all_reduce(scale, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+            data = _saturated(x, scale.reciprocal(), self.dtype)
+        return Float8Tensor(data, scale.view(1), x.dtype)
