@@ -130,6 +130,17 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
                 registry.check_group(type(self).__name__, group.process_group)
             tp_group = group.process_group
         self.tp_group = tp_group
+        for child in self._parallel_children():
+            child.set_tensor_parallel_group(tp_group)
+
+    def backward_dw(self):
+        for child in self._parallel_children()[::-1]:
+            child.backward_dw()
+        super().backward_dw()
+
+    def _parallel_children(self) -> list["ParallelModule"]:
+        """The layers that this one consists of, in forward's order."""
+        return [child for child in self.children() if isinstance(child, ParallelModule)]
 
     def _overlaps(self) -> bool:
         return any(vars(self).get(flag) for flag in FLAGS)

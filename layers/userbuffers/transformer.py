@@ -261,18 +261,8 @@ class MultiheadAttention(AttentionModule):
         tracker = self.get_rng_state_tracker()
         return contextlib.nullcontext(), _in_states(tracker, tracker.get_states())
 
-    def backward_dw(self):
-        for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
-            module.backward_dw()
-        super().backward_dw()  # only runs the hooks: this module defers no gradients itself
-
     def _knows(self, entry: str) -> bool:
         return super()._knows(entry) or entry.startswith("core_attention.") and entry.endswith("._extra_state")
-
-    def set_tensor_parallel_group(self, tp_group):
-        super().set_tensor_parallel_group(tp_group)
-        for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
-            module.set_tensor_parallel_group(tp_group)
 
 
 class TransformerLayer(ParallelModule):
@@ -414,16 +404,6 @@ class TransformerLayer(ParallelModule):
         # With torch's own generator, as in TransformerEngine: without sequence_parallel all ranks must use one mask.
         output = functional.dropout(output, self.hidden_dropout, self.training)
         return (normed[0] if normed else residual) + output
-
-    def backward_dw(self):
-        self.layernorm_mlp.backward_dw()
-        self.self_attention.backward_dw()
-        super().backward_dw()
-
-    def set_tensor_parallel_group(self, tp_group):
-        super().set_tensor_parallel_group(tp_group)
-        self.self_attention.set_tensor_parallel_group(tp_group)
-        self.layernorm_mlp.set_tensor_parallel_group(tp_group)
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
