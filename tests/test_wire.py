@@ -52,6 +52,8 @@ def test_sums_and_parts_are_exact_and_in_place(ctx, backend, kind):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_levels_are_neighbours_and_those_of_one_place(ctx, backend):
+    if ctx.rank == 3:  # as where a pipeline's ends have one for themselves
+        torch.distributed.new_group([3], use_local_synchronization=True)
     inside, across = open_wire("test", backend, ctx).split(2)
     assert current_context().name == ctx.name
     assert inside.group.gather(ctx.rank) == [ctx.rank // 2 * 2, ctx.rank // 2 * 2 + 1]
