@@ -145,17 +145,22 @@ def _size(rng: random.Random, least: int, most: int, multiple: int) -> int:
 
 
 def given(text: str, layouts: list[str], dtype: str, fast_accum: bool | None = None) -> list[Drawn]:
-    """The problems of MxNxK, with commas between them, each also rounded up. Raises ValueError for other texts.
+    """The problems of MxNxK, with commas between them, each also rounded up but in FP8, which takes none that is not.
 
-    fast_accum: as for `draw`.
+    fast_accum: as for `draw`. Raises ValueError for other texts.
     """
     found = []
     for M, N, K in shapes.find(["matmul"], text.split(","))["matmul"].values():
         for layout in layouts:
             one = Drawn("matmul", M, N, K, dtype, layout, number=len(found))
+            if fast_accum is not None:
+                if N % FP8_MULTIPLE or K % FP8_MULTIPLE:
+                    raise ValueError(f"{M}x{N}x{K}: torch multiplies float8 of N and K in multiples of {FP8_MULTIPLE}")
+                found.append(replace(one, fast_accum=fast_accum))
+                continue
             M8, N8, K8 = (-(-size // 8) * 8 for size in (M, N, K))
             found += [one, replace(one, M=M8, N=N8, K=K8, aligned=True)]
-    return found if fast_accum is None else [in_fp8(one, 1, fast_accum) for one in found]
+    return found
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -191,6 +196,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     layouts = args.layout.split(",")
     if unknown := [layout for layout in layouts if layout not in LAYOUTS]:
         parser.error(f"--layout {unknown[0]}: there are {', '.join(LAYOUTS)}")
+    if fast_accum is not None and layouts != ["TN"]:
+        parser.error(f"--layout {args.layout}: float8 is multiplied in TN alone")
     if args.ranks > 1:
         parser.error("--shape is for one GPU; bench.run measures fused operations on shapes that are given")
     try:

@@ -228,6 +228,15 @@ class Group:
                     f"{caller}: the {what} of rank 0 and rank {rank} differ in {listed(names)}; {way_out}"
                 )
 
+    def count_groups_alike(self):
+        """Collective. Let all ranks be in as many process groups, by which torch names the next one of some of them.
+
+        Otherwise its members wait for each other under different names, as after a group of a pipeline's ends alone.
+        """
+        counts = self.gather(len(dist.distributed_c10d._world.pg_names))
+        for _ in range(max(counts) - counts[self.rank]):
+            dist.new_group([self.global_ranks[self.rank]], use_local_synchronization=True)
+
     @contextlib.contextmanager
     def during(self, describe):
         """Meetings in the block belong to a call. `describe()`: its name, and fields that all ranks have alike."""

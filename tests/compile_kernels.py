@@ -48,7 +48,7 @@ from tkernels.gpus import GPU, GPUS, H200
 from tkernels.quantize import transpose_quantized
 from tkernels.staging import Rows
 from tkernels.trace import clocks
-from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
+from tkernels.trace.recorder import DEFAULT_MARKS, ENDS, Recorder
 from tkernels.variants import CHANGES
 
 WORKERS = 2
@@ -704,7 +704,7 @@ def facts_of(kernel) -> dict:
         "constants": {name: value for name, value in constants.items() if isinstance(value, (int, str, bool))},
         "dtype": _operand_dtype(kernel.src.signature) if "PRECISION" in constants else "",
         "descriptors": [name for name, kind in kernel.src.signature.items() if str(kind).startswith("tensordesc")],
-        "marks": "mark" in function.fn.__code__.co_names,
+        "marks": not ENDS.isdisjoint(function.fn.__code__.co_names),
         "threads": threads,
         "num_stages": metadata.num_stages,
         "sm": _gpu.sm,

@@ -66,7 +66,7 @@ def pytest_cmdline_main(config):
     # Each process collects all tests and starts its own ranks, which takes longer than some of the tests do.
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
     whole = whole and option.markexpr in config.getini("addopts")
-    watched = option.usepdb or option.capture == "no"
+    watched = option.usepdb or option.trace or option.capture == "no"
     decided = getattr(option, "numprocesses", 0) is not None or "PYTEST_XDIST_WORKER" in os.environ
     if whole and tkernels.RUNTIME == "simulated" and not watched and not decided:
         processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))

@@ -56,6 +56,8 @@ from tkernels.layers.cublasmp import (
     multiplication,
 )
 from tkernels.layers.cublasmp.problem import infer, redistributed
+from tkernels.matmul_all_reduce import MatmulAllReduce
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.testing.compare import assert_close_to
 
 E = MatmulEpilog
@@ -743,12 +745,15 @@ def test_matmul_plans_once_and_for_each_field_that_changes_what_is_done(ctx, mon
 @pytest.mark.ranks(2)
 def test_matmul_adds_no_copy_no_allocation_and_no_meeting(ctx, monkeypatch):
     """A call whose epilog a kernel has, and execute(), against the plain operator: what torch is asked for besides."""
-    wire = dict(wire_dtype=torch.float32, out_dtype=torch.float32, path="fused")
     gathers = AllGatherMatmul(None, (12, 12), path="fused")
+    scatters, reduces = (
+        kind(None, rows, torch.float32, path="fused", wire_dtype=torch.float32)
+        for kind, rows in ((MatmulReduceScatter, (12, 12)), (MatmulAllReduce, None))
+    )
     plain = {
         "AG+GEMM": lambda x, w, bias: ctx.call(gathers, x, w, bias, None, None),
-        "GEMM+RS": lambda x, w, bias: tkernels.matmul_reduce_scatter(x, w, bias, rows=(12, 12), **wire, ctx=ctx),
-        "GEMM+AR": lambda x, w, bias: tkernels.matmul_all_reduce(x, w, bias, **wire, ctx=ctx),
+        "GEMM+RS": lambda x, w, bias: ctx.call(scatters, x, w, bias, None),
+        "GEMM+AR": lambda x, w, bias: ctx.call(reduces, x, w, bias, None),
     }
     for pattern, order in itertools.product(PATTERNS, "FC"):
         case = Case(*EVEN, "TN", E.BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0))

@@ -346,6 +346,8 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
                 f"shared memory: {stages} stages of {tile} take {pipeline}, and beside them slices of results and sums "
                 f"{stored}, of {shared} bytes"
             )
+    if problem.precision == "promoted" and gemm.block_n > 128:
+        return "registers: calls take tiles of at most 128 columns where sums are promoted"
     sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps) * (2 if problem.precision == "promoted" else 1)
     if sums > 3 * REGISTERS // 4:
         return f"registers: {gemm.num_warps} warps hold {sums} sums a thread, of {REGISTERS} registers"

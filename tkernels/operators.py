@@ -85,7 +85,8 @@ def matmul(
 
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
     all_gather_matmul; out and out_dtype too. config: the tiles of our kernel. None: whichever is faster by the model
-    multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. Raises ValueError or TypeError.
+    multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. A call with out or config has no
+    gradient. Raises ValueError or TypeError.
     Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
     of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, and for nothing else.
 
@@ -113,7 +114,7 @@ def matmul(
         beyond = () if out_dtype is None and fast_accum else (out_dtype, fast_accum)
         return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, *beyond), separate)
     options = activation, out_dtype, config, precision(x.dtype, fast_accum)
-    check_apart("matmul", out, x=x, w=w, bias=bias)
+    check_apart("matmul", out, x=x, w=w, bias=bias, x_scale=x_scale, w_scale=w_scale)
     return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
 
 
@@ -259,8 +260,8 @@ def all_gather_matmul(
         y, *gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, x_scale, w_scale, *options)
         y = activation_reference(y, separate)
     else:
-        check_apart("all_gather_matmul", out, **operands, return_gathered=into)
-        check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
+        check_apart("all_gather_matmul", out, **operands, **scales, return_gathered=into)
+        check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias, **scales)
         return_gathered, how = into is not None or return_gathered, precision(x_shard_m.dtype, fast_accum)
         call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, return_gathered)
         y, *gathered = ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
@@ -334,7 +335,7 @@ def matmul_reduce_scatter(
         tensors = dict(zip(("x_shard_k", "w_shard_k", "bias"), operands, strict=True))
         scales = {"x_scale": x_scale, "w_scale": w_scale}
         _check_without_gradient("matmul_reduce_scatter", tensors | scales | {"out": out})
-        check_apart("matmul_reduce_scatter", out, **tensors)
+        check_apart("matmul_reduce_scatter", out, **tensors, **scales)
     if operators:
         fused, separate = _split_activation(activation, *operands)
         beyond = () if out_dtype is wire_dtype is None and fast_accum else (out_dtype, wire_dtype, fast_accum)

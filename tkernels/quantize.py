@@ -287,6 +287,11 @@ def transpose_quantized(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def _plan_transpose(q: torch.Tensor, scale: torch.Tensor):
+    if q.dim() != 2 or q.dtype not in FP8 or scale.dtype != torch.float32 or scale.numel() not in (1, q.shape[0]):
+        raise ValueError(
+            f"transpose_quantized: takes a matrix of float8 and float32 scales, one or one a row, not {q.dtype} "
+            f"{tuple(q.shape)} and {scale.dtype} {tuple(scale.shape)}"
+        )
     (rows, columns), padded, block = q.shape, round_up(q.shape[0], 16), 64
     if q.numel() == 0 or not _takes_fp8(q.device):
         return transpose_reference

@@ -99,7 +99,10 @@ class Job:
                     f"tune: {name}={getattr(self, name)} doesn't divide by {ranks} ranks; tune the next larger one "
                     f"that does, it is in the same bucket or the next"
                 )
-        check_depth(self.local(ranks)[2], self.dtype, "tune")
+        _, N, K = self.local(ranks)
+        check_depth(K, self.dtype, "tune")
+        if self.dtype in FP8 and N % 16:  # beside torch's product, which takes no other
+            raise ValueError(f"tune: float8 takes an N, of each rank, that is a multiple of 16, but here it is {N}")
 
     def local(self, ranks: int) -> tuple[int, int, int]:
         """M, N, K of one rank's local GEMM."""

@@ -146,7 +146,8 @@ class OverlappedDDP(nn.Module):
             "backend": backend,
         }
         layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
-        whole.group.check_alike("OverlappedDDP", "options and parameters", options | layouts, "pass the same on all")
+        for alike in (options, layouts):  # a parameter may have an option's name
+            whole.group.check_alike("OverlappedDDP", "options and parameters", alike, "pass the same on all")
         whole.group.check_alike(
             "OverlappedDDP", "values", {name: checksum(param) for name, param in params.items()},
             "begin with the same parameters (one seed, or a broadcast of rank 0's)",

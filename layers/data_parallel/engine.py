@@ -219,6 +219,7 @@ class Engine:
         """Reduce what is left (the root, units whose end nothing signaled), and order this stream behind the sums."""
         for unit in self.units:
             unit.reduce()
+            unit.forwards = 0
         self.end()
 
     def reduce_accumulated(self):
@@ -411,6 +412,8 @@ class Unit:
         self.forward_prefetch, self.backward_prefetch, self.exposed = [], [], False
         self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
         self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive
+        # Forwards that recorded a gradient since the last backward, and whether they were ever several: on all ranks.
+        self.forwards, self.repeats = 0, False
         self._reading = contextlib.ExitStack()
         self._running, self._open_calls = [], []
         for module in modules:
@@ -623,8 +626,9 @@ class Unit:
         leaves = _leaves(output)
         tensors = _differentiable(leaves)
         unknown = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, KNOWN)]
-        frozen = not any(group.trained for unit in self.engine.units for group in unit.groups)
-        if unknown and not tensors and not (frozen and any(isinstance(leaf, torch.Tensor) for leaf in leaves)):
+        trained = any(group.trained for unit in self.engine.units for group in unit.groups)
+        no_backward = not before and not trained and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if unknown and not tensors and not no_backward:
             raise TypeError(
                 f"fully_shard: unit {self.name} returns {unknown[0]}, in which no tensor is found that backward could "
                 f"begin with; return tensors, or containers or dataclasses of them"
@@ -667,6 +671,8 @@ class Call:
         self._before = set()  # nodes of autograd's graph that made the inputs
         self._addresses = _addresses(unit)
         unit.calls.add(self)
+        unit.forwards += 1
+        unit.repeats = unit.repeats or unit.forwards > 1
 
     def watch_inputs(self, args, kwargs):
         inputs = _differentiable(_leaves((args, kwargs)))
@@ -708,8 +714,9 @@ class Call:
         if self.open:
             self.open, self._ended = False, backward_id()
             self.unit._open_calls.remove(self)
-            once = self.unit.has_hooks()  # which may change what a call that tells nothing has yet to read
-            if self.tells and not any(call.to_come() or once and call.to_end() for call in self.unit.calls):
+            # Hooks may change what another call has yet to read, in this backward or in the graph's next one.
+            waits = self.unit.repeats and self.unit.has_hooks()
+            if self.tells and not waits and not any(call.to_come() for call in self.unit.calls):
                 self.unit.reduce()
             self.unit.unuse()
 

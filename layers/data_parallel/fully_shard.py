@@ -102,12 +102,12 @@ def fully_shard(
             _check_module(part)
         for name, homes in places.items():
             _check_parameter(name, _parameter_at(homes), mp_policy)
-    alike = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
-    for name, homes in places.items():
-        parameter = _parameter_at(homes)
-        alike[name] = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
+    parameters = {name: _parameter_at(homes) for name, homes in places.items()}
+    layouts = {name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters.items()}
     for ctx in ranks.contexts:
-        ctx.group.check_alike("fully_shard", "models", alike, "shard the same model alike")
+        for alike in (options, layouts):  # a parameter may have an option's name
+            ctx.group.check_alike("fully_shard", "models", alike, "shard the same model alike")
 
     beside = _tensor_parallel_mesh(modules)
     by_kind: dict[tuple, list[Parameter]] = {}

@@ -54,7 +54,8 @@ class GradBucket:
         `flat`, and is called with the comm stream as the current stream.
     deliver: `deliver(reduced, slices)` uses the result of `reduce`, also on the comm stream. Nothing may use the fill
         later. `slices` are in the order in which they were added. None if `reduce` does all the work.
-    average: divide by R, before `deliver`; fp16, which might not hold the sum, before `reduce`.
+    average: divide by R, before `deliver`. fp16, which might not hold the sum, and all without `deliver`: before
+        `reduce`.
     comm_stream: None is the stream that is current at construction, which means no overlap with its other work.
     device, dev: the device of the buffers, and the module that provides streams; `dev` is torch's module of `device` by
         default.
@@ -190,9 +191,11 @@ class GradBucket:
 
     def _read(self, lease: Lease, elements: int, slices: list[Slice]):
         with self.dev.stream(self.comm_stream), lease.read(self.comm_stream) as buffer:
-            reduced = mean(buffer[:elements], self.ranks if self.average else 1, self._reduce)
+            flat, divisor = buffer[:elements], self.ranks if self.average else 1
             if self._deliver is not None:
-                self._deliver(reduced, slices)
+                self._deliver(mean(flat, divisor, self._reduce), slices)
+            else:
+                self._reduce(flat if divisor == 1 else flat.div_(divisor))
         self._reduced.update(lease.used)
 
 

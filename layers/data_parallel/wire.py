@@ -160,19 +160,9 @@ def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
     inside, across = ranks[place // size * size :][:size], ranks[place % size :: size]
     made = []
     for members in (inside, across):
-        _count_groups_alike(group)
+        group.count_groups_alike()
         made.append(_process_group(dist.group.WORLD, tuple(members)))
     return made
-
-
-def _count_groups_alike(group: Group):
-    """Collective. Let all ranks be in as many process groups, by which torch names the next one of some of them.
-
-    Otherwise its members would wait for each other under different names, as after a group of a pipeline's ends alone.
-    """
-    counts = group.gather(len(dist.distributed_c10d._world.pg_names))
-    for _ in range(max(counts) - counts[group.rank]):
-        dist.new_group([group.global_ranks[group.rank]], use_local_synchronization=True)
 
 
 @functools.cache
@@ -181,6 +171,6 @@ def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.P
 
     Other processes need not take part, except where NCCL has a device bound to it: there it splits the default group's
     communicator, so all processes have to make a group at that time. A group of all has a number for its name; that of
-    another one depends on how many groups a process has (`_count_groups_alike`).
+    another one depends on how many groups a process has (`Group.count_groups_alike`).
     """
     return dist.new_group(list(members), use_local_synchronization=len(members) < world.size())

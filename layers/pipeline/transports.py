@@ -185,6 +185,7 @@ class TorchTransport:
         if self._idle:
             self._groups = [group() for group in self._idle.pop()]
             return
+        group.count_groups_alike()
         self._groups = [
             dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < world)
             for _ in range(2 * (2 + self._size % 2))

@@ -331,7 +331,7 @@ class CommOverlapCore:
     def _prepare_all_gather_matmul(self, tensors, how: str, return_gathered: bool | str, rows, out_dtype):
         x, w, *_ = tensors
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
-        config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
+        config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1], how)
         config = with_room_for(config, out_dtype, x.dtype, how)
         call = AllGatherMatmul(None, rows, out_dtype, config, None, how, return_gathered)
         return self.context.prepared(call, tensors)
@@ -351,7 +351,7 @@ class CommOverlapCore:
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         rows = check_rows("matmul_reduce_scatter", self.context, rows, total=x.shape[0])
         spared = self._num_carriers if beside else 0
-        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
+        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], how, spared)
         wire = torch.float32 if x.dtype in FP8 and self.dtype is torch.float32 else result_dtype(x.dtype)
         stored = max(out_dtype, wire, key=lambda each: each.itemsize)
         config = with_room_for(config, stored, x.dtype, how)
@@ -441,16 +441,15 @@ class CommOverlapCore:
                 f"of tokens, and {mode}"
             )
 
-    def _config(self, operation: str, tokens: int, x, w, width: int, spared: int = 0) -> OverlapConfig:
+    def _config(self, operation: str, tokens: int, x, w, width: int, how: str, spared: int = 0) -> OverlapConfig:
         """The kernel's configuration: the library's choice, changed by the options. width: columns of the data sent."""
         layout = layout_of(x, w)
-        key = operation, tokens, *w.shape, x.dtype, layout, width, spared
+        key = operation, tokens, *w.shape, x.dtype, layout, width, how, spared
         if key not in self._configs:
             self._check(width, tokens, x.dtype)
             available = max(self.context.num_programs - self._margin - spared, 2)
-            config = overlap_config(
-                self.context, operation, tokens, *w.shape, x.dtype, layout, sending=not self._by_copies
-            )
+            sizes, sending = (tokens, *w.shape), not self._by_copies
+            config = overlap_config(self.context, operation, *sizes, x.dtype, layout, sending=sending, precision=how)
             config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
             self._configs[key] = self._tuned(config, tokens, available)
         return self._configs[key]

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tkernels
+from tkernels.comm import capture
 from tkernels.layers.tensor_parallel.float8 import Copies, Float8Tensor, Recipe, weights
 
 # Whether products add up beyond the tensor cores' 13 bits (use_split_accumulator), unless a recipe says so of them.
@@ -79,7 +80,7 @@ class _Scaling(NamedTuple):
     margin: int = 0
 
 
-_now: list[_Scaling | None] = [None]
+_now: list[_Scaling | bool | None] = [None]  # False: none, whatever TransformerEngine says; None: what that says
 
 
 @contextlib.contextmanager
@@ -102,7 +103,7 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe=None, amax_
 @contextlib.contextmanager
 def scaling_of(scaling: _Scaling | None):
     """A block with what `current` returned."""
-    before, _now[0] = _now[0], scaling
+    before, _now[0] = _now[0], scaling or False
     try:
         yield
     finally:
@@ -116,7 +117,7 @@ def current() -> _Scaling | None:
             state = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
             if getattr(state, "is_fp8_enabled", bool)():
                 return _scaling(state.get_fp8_recipe())
-    return _now[0]
+    return _now[0] or None
 
 
 def _scaling(recipe) -> _Scaling:
@@ -164,11 +165,13 @@ class LayerScaling:
         if length is None:
             return recipe.quantize(x, dtype)
         if role not in self.histories or self.histories[role].amax.device != x.device:
-            amax = torch.zeros(length, device=x.device)
-            self.histories[role] = Float8Quantizer(torch.ones(1, device=x.device), amax, dtype)
+            with capture.lasting(), capture.uncaptured():
+                amax = torch.zeros(length, device=x.device)
+                self.histories[role] = Float8Quantizer(torch.ones(1, device=x.device), amax, dtype)
         quantizer = self.histories[role]
         amax, scale = quantizer.amax, quantizer.scale
         amax.copy_(amax.roll(1))
+        amax[:1].zero_()  # which an x without elements leaves
         quantized = quantizer(x)
         largest = amax.nan_to_num_(nan=0.0, posinf=0.0).amax()
         wanted = (torch.finfo(dtype).max / largest / 2.0**margin).clamp_max(torch.finfo(torch.float32).max)
@@ -241,7 +244,7 @@ def check_quantizer(where: str, quantizer):
 
 def _saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     most = torch.finfo(dtype).max
-    return (x.float() * scale).clamp_(-most, most).to(dtype)
+    return (x.float() * scale).clamp_(-most, most).to(dtype).contiguous()
 
 
 class Float8Quantizer:

@@ -197,6 +197,8 @@ def _gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
     if ub.holds(memory(x)):  # the global tensor: this rank's part is in place, and the gather fills in the others
         rows = split_rows(x.shape[0], ub.size) if rows is None else rows
         rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
+        if isinstance(x, Float8Tensor) and x.scale.numel() == 1:  # those of ranks may differ
+            x = replace(x, scale=x.scale.reshape(1, 1).expand(x.shape[0], 1).contiguous())
         mine, target, total = x.split(rows)[ub.rank], x, x.shape[0]
     filled = None if extra_output is None else _shaped(extra_output, (total, x.shape[1]))
     if filled is not None and isinstance(x, Float8Tensor):  # the caller has no place for scales

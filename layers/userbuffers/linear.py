@@ -65,7 +65,13 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
         self._init_methods = {}  # by parameter
-        self._float8 = {}  # by ub_name: a LayerScaling
+        self._float8 = {}  # by ub_name and what a recipe asks: a LayerScaling, whose histories outlast other recipes
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name in self._parameters:  # FSDP puts others there after each gather, whose counts of writes tell nothing
+            for scaling in self.__dict__.get("_float8", {}).values():
+                scaling.copies.forget()
 
     def _effective(
         self, mode, ub_name, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, **_
@@ -233,9 +239,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         scaling, quantizers = float8.current(), None
         if scaling is not None:
             check_features(type(self).__name__, in_features=weight.shape[1], out_features=weight.shape[0])
-            if ub_name not in self._float8 or self._float8[ub_name].scaling != scaling:
-                self._float8[ub_name] = float8.LayerScaling(scaling)
-            quantizers = self._float8[ub_name].for_call(weights)
+            if (ub_name, scaling) not in self._float8:
+                self._float8[ub_name, scaling] = float8.LayerScaling(scaling)
+            quantizers = self._float8[ub_name, scaling].for_call(weights)
         flow = self._flow(
             mode, x.shape[:-1].numel(), None if rows is None else [n * inner for n in rows], flags, ub_name
         )

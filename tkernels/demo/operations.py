@@ -69,14 +69,15 @@ class OperatorCounter(TorchDispatchMode):
 def _sent_bytes(name: str, arguments: dict, ctx: Context) -> int:
     """Bytes that this rank sends to its peers in one call of an operator."""
     x, rows = next(iter(arguments.values())), arguments.get("rows")
-    if name in ("quantize", "dequantize"):
+    if name in ("quantize", "dequantize", "transpose_quantized", "matmul"):
         return 0
     if name in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter_backward"):  # the last one gathers dy
         scales = 0 if arguments.get("x_scale") is None else len(x)  # each row travels with its own
         return (x.nbytes + scales * torch.float32.itemsize) * (ctx.size - 1)
     if name in ("reduce_scatter", "matmul_reduce_scatter"):
         width = math.prod(x.shape[1:]) if name == "reduce_scatter" else arguments["w_shard_k"].shape[0]
-        return (sum(rows) - rows[ctx.rank]) * width * result_dtype(x.dtype).itemsize
+        sent = arguments.get("wire_dtype") or result_dtype(x.dtype)
+        return (sum(rows) - rows[ctx.rank]) * width * sent.itemsize
     if name == "all_reduce":  # terms go to the rank that sums them, sums to all
         own = split_rows(x.numel(), ctx.size)[ctx.rank] * x.itemsize
         return x.nbytes - own + own * (ctx.size - 1)

@@ -52,6 +52,9 @@ def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterat
     trace.fill(launches, before, compare_clocks(ctx))
 
 
+ENDS = frozenset({"end_marks", "end_mail"})  # of which each kernel that can make marks calls one
+
+
 class Recorder:
     """The value of a context's `recorder` during tracing: collects the launches."""
 
@@ -62,7 +65,7 @@ class Recorder:
     def record(self, kernel, num_programs: int, arguments: dict) -> dict:
         """The launch's arguments, by name, changed so that it writes marks; unchanged for a kernel without marks."""
         ctx = self.ctx
-        if "mark" not in kernel.fn.__code__.co_names:
+        if not ENDS.intersection(kernel.fn.__code__.co_names):
             return arguments
         if ctx.capturing:
             raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
