@@ -152,6 +152,12 @@ def test_matmul_takes_leading_dimensions_with_a_scale_a_row():
         tkernels.matmul(x, w, x_scale=x_scale[..., 0], w_scale=w_scale)
 
 
+def test_matmul_refuses_an_out_that_overlaps_a_scale():
+    x, out = torch.zeros(32, 32, device=DEVICE).to(E4M3), torch.ones(32, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="matmul: out overlaps w_scale"):
+        tkernels.matmul(x, x, x_scale=torch.ones(1, device=DEVICE), w_scale=out[0], out=out, out_dtype=torch.float32)
+
+
 def test_matmul_reads_scales_on_the_device_alone():
     """A call like an earlier one looks at no value: it allocates its result, and launches."""
     x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((16, 32), E4M3, 2, -8, 8, DEVICE)

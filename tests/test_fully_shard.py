@@ -1044,7 +1044,7 @@ def test_fully_shard_calls_hooks_once_in_a_backward_through_several_forwards_of_
         seen.append(weight.grad.full_tensor())
         weight.mul_(2)
 
-    layer.weight.register_post_accumulate_grad_hook(double)
+    handle = layer.weight.register_post_accumulate_grad_hook(double)
     for _ in range(2):  # the second with what the hook has left
         x = integers((3, 4), torch.float32, 3, device=ctx.device)
         model(x).sum().backward()
@@ -1053,6 +1053,12 @@ def test_fully_shard_calls_hooks_once_in_a_backward_through_several_forwards_of_
         twin.weight.data.mul_(2)
         for each in (model, twin):
             each.zero_grad()
+    handle.remove()
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(seen) == 2  # once in each
 
 
 @pytest.mark.ranks(2)

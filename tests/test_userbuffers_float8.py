@@ -439,3 +439,37 @@ def test_linear_in_float8_moves_bytes_and_scales_by_what_came_before(ctx):
         ):
             layer(x)
     ctx.check()
+
+
+def test_linear_in_float8_keeps_histories_and_forgets_copies_of_weights():
+    """Beside another recipe and inference mode; and of a parameter put in another's place, at its address."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = te.Linear(32, 32, bias=False, params_dtype=torch.float32, device=device)
+    x = 2000 * normal((32, 16), torch.float32, 1).to(device).t()  # the first call's scale of 1 lets this saturate
+    delayed, current = te.DelayedScaling(), te.Float8CurrentScaling()
+    with torch.inference_mode(), te.fp8_autocast(fp8_recipe=delayed):
+        layer(x)
+    for recipe in (delayed, current, delayed):
+        with te.fp8_autocast(fp8_recipe=recipe):
+            y = layer(x)
+        assert decibels(y, x.double() @ layer.weight.double().t()) > 22, recipe
+    layer.weight.data.neg_()  # counted nowhere
+    layer.weight = torch.nn.Parameter(layer.weight.data)
+    with te.fp8_autocast(fp8_recipe=delayed):
+        assert torch.equal(layer(x), -y)
+
+
+def test_layer_norm_mlp_is_recomputed_as_it_was_computed_whatever_block_backward_runs_in():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, found = normal((16, 32), torch.float32, 1).to(device), []
+    for inside in (False, True):
+        layer = te.LayerNormMLP(32, 32, params_dtype=torch.float32, device=device, checkpoint=True)
+        with torch.no_grad():
+            for seed, parameter in enumerate(layer.parameters()):
+                parameter.copy_(normal(parameter.shape, torch.float32, seed))
+        mine = x.clone().requires_grad_()
+        y = layer(mine)
+        with te.fp8_autocast() if inside else contextlib.nullcontext():
+            y.sum().backward()
+        found.append(mine.grad)
+    assert torch.equal(*found)
