@@ -69,7 +69,8 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
-        if name in self._parameters:  # FSDP puts others there after each gather, whose counts of writes tell nothing
+        # FSDP puts others there after each gather, whose counts of writes tell nothing.
+        if name in self.__dict__.get("_parameters", ()):
             for scaling in self.__dict__.get("_float8", {}).values():
                 scaling.copies.forget()
 
