@@ -982,6 +982,19 @@ def test_fully_shard_lets_a_frozen_model_return_any_object_beside_its_tensors(ct
     y, _ = model(x)
     assert torch.equal(y, want) and not y.requires_grad
 
+    class Hiding(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.detach(), types.SimpleNamespace(y=y)
+
+    hiding = nn.Sequential(Hiding(4, 4)).to(ctx.device).requires_grad_(False)
+    fully_shard(hiding[0], mesh=mesh_of(ctx))
+    fully_shard(hiding, mesh=mesh_of(ctx))
+    x = torch.ones(2, 4, device=ctx.device)
+    hiding(x)
+    with pytest.raises(TypeError, match="unit 0 returns SimpleNamespace, in which no tensor is found"):
+        hiding(x.requires_grad_())  # whose gradient would be computed of weights that have been given back
+
 
 @pytest.mark.ranks(2)
 def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
