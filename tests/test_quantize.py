@@ -231,3 +231,11 @@ def test_quantize_passes_opcheck():
         opcheck(torch.ops.tkernels.quantize.default, (x, *options))
     fake = "test_faketensor", "test_aot_dispatch_dynamic"  # the others compare FP8, which torch can't
     opcheck(torch.ops.tkernels.dequantize.default, (*tkernels.quantize(x), torch.bfloat16), test_utils=fake)
+
+
+def test_transpose_quantized_refuses_scales_that_are_not_one_or_one_a_row():
+    q = spread((16, 16), torch.float32).to(torch.float8_e4m3fn)
+    one = torch.ones(1)
+    for matrix, scale in ((q, torch.ones(5, 1)), (q[0], one), (q, one.half()), (q.float(), one)):
+        with pytest.raises(ValueError, match="transpose_quantized: takes a matrix of float8 and float32 scales"):
+            transpose_quantized(matrix, scale.to(q.device))

@@ -537,3 +537,9 @@ def test_named_shapes_are_tuned_the_largest_product_first():
     asked = argparse.Namespace(operation=AG, shape="tiny,tiny-wide,64x128x64", dtype="bf16", accum=None, layout="TN")
     sizes = [(job.M, job.N, job.K) for job in tune_command.jobs_of(asked, 2)]
     assert sizes == [(128, 96, 160), (64, 128, 64), (64, 64, 64)]
+
+
+def test_tune_refuses_sizes_in_float8_that_torch_beside_it_does_not_take():
+    with pytest.raises(ValueError, match="float8 takes an N, of each rank, .* but here it is 24"):
+        Job(AG, 64, 48, 32, torch.float8_e4m3fn).check(2)
+    Job(AG, 64, 64, 32, torch.float8_e4m3fn).check(2)

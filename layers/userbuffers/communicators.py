@@ -441,9 +441,7 @@ class CommOverlapCore:
                 f"of tokens, and {mode}"
             )
 
-    def _config(
-        self, operation: str, tokens: int, x, w, width: int, how: str = "ieee", spared: int = 0
-    ) -> OverlapConfig:  # fmt: skip
+    def _config(self, operation: str, tokens: int, x, w, width: int, how: str, spared: int = 0) -> OverlapConfig:
         """The kernel's configuration: the library's choice, changed by the options. width: columns of the data sent."""
         layout = layout_of(x, w)
         key = operation, tokens, *w.shape, x.dtype, layout, width, how, spared
