@@ -116,7 +116,27 @@ class PreparedCalls:
             self._prepared = {}
 
 
-local_calls = PreparedCalls()  # of local operations, which need no context
+class LocalCalls(PreparedCalls):
+    """Those of local operations, which need no context."""
+
+    def call(self, kind: tuple, prepare, *tensors: torch.Tensor | None):
+        """Carry out a call on the current stream of its first tensor's GPU, as `prepare` makes it for such tensors.
+
+        kind: what tells calls of such tensors apart.
+        """
+        device = tensors[0].device
+        if elsewhere(device):
+            with torch.cuda.device(device):
+                return self.call(kind, prepare, *tensors)
+        return self.find((*kind, *map(describe, tensors)), prepare, *tensors)(*tensors)
+
+
+local_calls = LocalCalls()
+
+
+def elsewhere(device: torch.device) -> bool:
+    """Whether that is a GPU, and another one is current: a new thread's is the first, whichever its rank's may be."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 @dataclass(frozen=True)

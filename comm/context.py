@@ -23,6 +23,7 @@ from tkernels.comm.calls import (
     describe,
     difference,
     differences,
+    elsewhere,
     form_name,
     local_calls,
 )
@@ -394,6 +395,9 @@ class Context:
         Raises TkernelsError if a call of another thread has begun and not returned. As other ranks may have made both
         calls, the context can't be used any more then, here or on any rank.
         """
+        if elsewhere(self.device):
+            with torch.cuda.device(self.device):
+                return self.call(call, *tensors)
         with self.turn:
             return self.prepared(call, tensors)(*tensors)
 

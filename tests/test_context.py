@@ -418,6 +418,7 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_init_raises_on_every_rank_where_the_memory_of_one_fails(ctx, monkeypatch):
+    tkernels.init(heap_bytes=1 << 20).finalize()  # gives back what earlier local calls have kept
     before = resources()
     failing = [(Context, "make_table", r"made: RuntimeError: out of memory. Is the device's memory full\? ")]
     if ctx.runtime == "simulated":
@@ -1056,6 +1057,8 @@ def test_all_reduce_in_threads_that_take_turns_works_and_so_does_backward_in_ano
     assert gathered.tolist() == [1.0] * 16
     in_a_thread("backward", lambda: gathered.sum().backward()).result(60)
     assert x.grad.tolist() == [2.0] * 8
+    square = torch.ones(16, 16, device=ctx.device)
+    assert torch.equal(in_a_thread("local", lambda: tkernels.matmul(square, square)).result(60), square * 16)
     ctx.check()
 
 

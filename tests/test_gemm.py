@@ -12,7 +12,7 @@ from transports import launches
 
 from tkernels import choice, gemm, library, matmul, staging
 from tkernels.comm import runtime
-from tkernels.comm.calls import PreparedCalls
+from tkernels.comm.calls import LocalCalls
 from tkernels.configs import GemmConfig
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -38,7 +38,7 @@ LAYOUTS = {"TN": (False, False), "NN": (False, True), "NT": (True, True), "TT": 
 def chosen(monkeypatch, way):
     """Let `way`, a function of a model.Problem, say how a local product is carried out."""
     monkeypatch.setattr(gemm, "product_way", way)
-    monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
+    monkeypatch.setattr(gemm, "local_calls", LocalCalls())
 
 
 def configured(problem, layout=None):

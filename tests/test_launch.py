@@ -18,9 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from transports import expire_after, starts_ranks
 
 import tkernels
+from tkernels import shared_gpus
 from tkernels.comm import context as context_module
 from tkernels.comm import runtime
 from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, _join, dumps, launch
@@ -446,11 +451,45 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
     monkeypatch.setattr(context_module, "init", lambda **options: opened.append(options))
-    for shared, backend in (("1", "gloo"), ("", "cpu:gloo,cuda:nccl")):
-        monkeypatch.setenv("TKERNELS_SHARE_GPUS", shared)
-        _join(1, 2, 0, None, {"heap_bytes": 1 << 20})
-        assert (joined[-1]["backend"], joined[-1]["rank"], joined[-1]["world_size"]) == (backend, 1, 2)
+    for ranks, backend in ((3, shared_gpus.BACKEND), (2, "cpu:gloo,cuda:nccl")):
+        _join(1, ranks, 0, None, {"heap_bytes": 1 << 20})
+        assert (joined[-1]["backend"], joined[-1]["rank"], joined[-1]["world_size"]) == (backend, 1, ranks)
         assert opened.pop() == {"heap_bytes": 1 << 20}
+
+
+@pytest.mark.ranks(2)
+def test_launch_of_ranks_that_share_gpus_has_torchs_collectives_through_the_host(ctx, monkeypatch):
+    """Of tensors on any device: where there are no GPUs, of the host's, taken for those of another."""
+    monkeypatch.setattr(shared_gpus, "HOST", "elsewhere")
+    shared_gpus.register()
+    group = dist.new_group([0, 1], backend=shared_gpus.BACKEND)
+    x = torch.arange(4.0, device=ctx.device) + ctx.rank
+    total, halves, both = x.clone(), x[:2].clone(), [torch.empty_like(x) for _ in range(2)]
+    dist.all_reduce(total, group=group)
+    dist.reduce_scatter_tensor(halves, x, group=group)
+    dist.all_gather(both, x, group=group)
+    assert total.tolist() == [1, 3, 5, 7] and halves.tolist() == total.tolist()[2 * ctx.rank :][:2]
+    assert [each.tolist() for each in both] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    dist.all_to_all_single(both[0], x, group=group)
+    assert both[0].tolist() == ([0, 1, 1, 2], [2, 3, 3, 4])[ctx.rank]
+    dist.broadcast(x, 1, group=group)
+    assert x.tolist() == [1, 2, 3, 4]
+    if ctx.rank == 0:
+        dist.send(total, 1, group=group)
+    else:
+        waits = dist.irecv(x, 0, group=group)
+        waits.wait()
+        assert x.tolist() == total.tolist()
+    mesh = DeviceMesh.from_group(group, ctx.device.type)
+    whole = torch.arange(10.0, device=ctx.device).view(5, 2)
+    assert torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
+    model = fully_shard(torch.nn.Linear(3, 5, device=ctx.device), mesh=mesh)
+    model(torch.ones(2, 3, device=ctx.device) * (1 + ctx.rank)).sum().backward()
+    assert model.weight.grad.full_tensor().eq(3).all()
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 5, device=ctx.device), process_group=group)
+    wrapped(torch.ones(2, 3, device=ctx.device) * (1 + ctx.rank)).sum().backward()
+    assert wrapped.module.weight.grad.eq(3).all()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("spent", [False, True])

@@ -12,7 +12,7 @@ from transports import launches
 import tkernels
 import tkernels.operators
 from tkernels.comm import runtime
-from tkernels.comm.calls import PreparedCalls
+from tkernels.comm.calls import LocalCalls
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
 from tkernels.quantize import LEAST, quantize_reference, transpose_quantized, transpose_reference
@@ -28,7 +28,7 @@ HALF_OF_SMALLEST = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
 @pytest.fixture(params=["rows", "parts"])
 def kernels(request, monkeypatch):
     """Programs take whole rows, or parts of one, whatever its length. -> their kernels, for scale="row"."""
-    monkeypatch.setattr(module, "local_calls", PreparedCalls())
+    monkeypatch.setattr(module, "local_calls", LocalCalls())
     monkeypatch.setattr(module, "ELEMENTS", 256)  # so that small shapes take several programs
     if request.param == "rows":
         return ["quantize_rows_kernel"]
@@ -213,7 +213,7 @@ def test_quantize_under_no_grad_takes_what_wants_a_gradient():
 
 
 def test_quantize_by_torch_where_a_gpu_has_no_fp8_is_the_same_and_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(module, "local_calls", PreparedCalls())
+    monkeypatch.setattr(module, "local_calls", LocalCalls())
     monkeypatch.setattr(module, "_takes_fp8", lambda device: False)
     module._say_slow.cache_clear()
     x = spread((5, 40), torch.bfloat16)

@@ -13,7 +13,7 @@ import tkernels
 from tkernels import gemm
 from tkernels.choice import overlap_config, product_way, product_ways
 from tkernels.comm import runtime
-from tkernels.comm.calls import PreparedCalls
+from tkernels.comm.calls import LocalCalls
 from tkernels.comm.device import TIMEOUT_NS
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.gemm import layout_of
@@ -192,7 +192,7 @@ def multiplied_by(monkeypatch, way: str):
         return (way, ways[way][0]) if way in ways else product_way(problem)
 
     monkeypatch.setattr(gemm, "product_way", asked)
-    monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
+    monkeypatch.setattr(gemm, "local_calls", LocalCalls())
 
 
 @contextlib.contextmanager

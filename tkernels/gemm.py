@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_out, check_resolved, check_tensors
-from tkernels.comm.calls import describe, local_calls
+from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here
@@ -512,8 +512,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
     """The call Matmul(*options) of x, w, bias, out and, of FP8, Scales, which is prepared if none like it has been."""
-    key = Matmul, *options, *map(describe, tensors)
-    return local_calls.find(key, lambda: Matmul(*options).prepare(*tensors))(*tensors)
+    return local_calls.call((Matmul, *options), lambda *like: Matmul(*options).prepare(*like), *tensors)
 
 
 class Matmul(NamedTuple):

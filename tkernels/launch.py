@@ -76,8 +76,8 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
     fn is a module-level function, sent by its name; args and results must pickle. Tensors are sent by value, detached
     and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r uses GPU r) and makes a
-    Context by ``tkernels.init(**ctx_options)``. With TKERNELS_SHARE_GPUS=1, which lets more ranks than GPUs share them,
-    the only backend is gloo. A script that calls this must be a file and needs the usual
+    Context by ``tkernels.init(**ctx_options)``. Of more ranks than GPUs, which TKERNELS_SHARE_GPUS=1 allows, all of
+    torch's collectives go through the host, by gloo. A script that calls this must be a file and needs the usual
     ``if __name__ == "__main__":``, since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError if a rank still runs fn after `timeout_s`
@@ -453,8 +453,9 @@ def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict)
     import torch
     import torch.distributed as dist
 
+    from tkernels import shared_gpus
     from tkernels.comm.context import init
-    from tkernels.comm.runtime import RUNTIME, shares_gpus
+    from tkernels.comm.runtime import RUNTIME
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # whatever MKL_NUM_THREADS or the program says
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; host names need not resolve
@@ -463,7 +464,11 @@ def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict)
     if RUNTIME == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        backend = {"backend": "gloo"} if shares_gpus() else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        if ranks > torch.cuda.device_count():
+            shared_gpus.register()
+            backend = {"backend": shared_gpus.BACKEND}
+        else:
+            backend = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
         dist.init_process_group(store=store, rank=rank, world_size=ranks, **backend)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_resolved
-from tkernels.comm.calls import describe, local_calls
+from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
@@ -145,7 +145,7 @@ def transpose_kernel(
 def quantize(x: torch.Tensor, scale: str, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tkernels.quantize`."""
     options = scale, dtype, power_of_two
-    return local_calls.find((Quantize, *options, describe(x)), lambda: Quantize(*options).prepare(x))(x)
+    return local_calls.call((Quantize, *options), Quantize(*options).prepare, x)
 
 
 class Quantize(NamedTuple):
@@ -233,8 +233,7 @@ class Quantize(NamedTuple):
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `tkernels.dequantize`."""
-    key = Dequantize, dtype, describe(q), describe(scale)
-    return local_calls.find(key, lambda: Dequantize(dtype).prepare(q, scale))(q, scale)
+    return local_calls.call((Dequantize, dtype), Dequantize(dtype).prepare, q, scale)
 
 
 class Dequantize(NamedTuple):
@@ -282,8 +281,7 @@ def transpose_quantized(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
     Its rows are padded with zeros to whole 16 bytes, as products take them. Elements are the same where scales are;
     the others are rounded again, or not where they are normal numbers and the scales powers of two.
     """
-    key = transpose_quantized, describe(q), describe(scale)
-    return local_calls.find(key, lambda: _plan_transpose(q, scale))(q, scale)
+    return local_calls.call((transpose_quantized,), _plan_transpose, q, scale)
 
 
 def _plan_transpose(q: torch.Tensor, scale: torch.Tensor):
