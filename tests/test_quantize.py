@@ -180,6 +180,15 @@ def test_transpose_quantized_gives_the_elements_in_one_scale(fp8):
     assert torch.equal((t.double() * largest.double())[~small], want[~small]) and len(unit.unique()) > 1
 
 
+def test_transpose_quantized_makes_zeros_of_what_has_scale_zero():
+    q = tkernels.quantize(spread((20, 24), torch.float32))[0]
+    unit = torch.tensor([2.0, 0.0], device=DEVICE).repeat(10).view(-1, 1)
+    for scale, kept in ((unit * 0, 0), (unit[1], 0), (unit, 1)):
+        t, largest = transpose_quantized(q, scale)
+        assert same_bits((t, largest), transpose_reference(q, scale)) and torch.equal(largest, scale.amax())
+        assert not t[:, 1::2].float().any() and torch.equal(t[:, :20:2].float(), kept * q[::2].float().t())
+
+
 def test_quantize_takes_empty_tensors():
     for shape in ((0, 16), (3, 0), (0,), (2, 0, 5)):
         x = torch.empty(shape, device=DEVICE)

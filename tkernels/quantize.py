@@ -123,6 +123,12 @@ def dequantize_kernel(
     tl.store(x + row * columns + column, value.to(x.dtype.element_ty), mask=column < columns)
 
 
+@triton.jit
+def some_scale(largest):
+    """The largest of some scales as a divisor of them: 1 where all are 0, which stand for zeros and stay so."""
+    return tl.where(largest == 0, 1.0, largest)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def transpose_kernel(
     q, scale, scale_stride, largest, t, rows, columns, padded,  # [rows, columns], as above, one, [columns, padded]
@@ -136,7 +142,7 @@ def transpose_kernel(
     at = row[:, None] * columns + column[None, :]
     value = tl.load(q + at, mask=inside[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
     unit = tl.load(scale + row * scale_stride, mask=inside, other=0.0)
-    value = (value * tl.div_rn(unit, tl.load(largest))[:, None]).to(t.dtype.element_ty)
+    value = (value * tl.div_rn(unit, some_scale(tl.load(largest)))[:, None]).to(t.dtype.element_ty)
     at = column[:, None] * padded + row[None, :]
     tl.store(t + at, tl.trans(value), mask=(column < columns)[:, None] & (row < padded)[None, :])
 # fmt: on
@@ -279,7 +285,8 @@ def transpose_quantized(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
     """Of q [M, K] in FP8 with a scale, or with one a row: the transpose [K, M], and the largest of the scales for all.
 
     Its rows are padded with zeros to whole 16 bytes, as products take them. Elements are the same where scales are;
-    the others are rounded again, or not where they are normal numbers and the scales powers of two.
+    the others are rounded again, or not where they are normal numbers and the scales powers of two. What a scale of 0
+    stands for is zeros.
     """
     return local_calls.call((transpose_quantized,), _plan_transpose, q, scale)
 
@@ -312,7 +319,7 @@ def transpose_reference(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
     """`transpose_quantized` in torch: the same bits."""
     rows, columns = q.shape
     t, largest = q.new_zeros((columns, round_up(rows, 16))), scale.amax() if scale.numel() else scale.new_ones(())
-    t[:, :rows] = (q.float() * (scale.reshape(-1, 1) / largest)).t().to(q.dtype)
+    t[:, :rows] = (q.float() * (scale.reshape(-1, 1) / torch.where(largest == 0, 1, largest))).t().to(q.dtype)
     return t, largest
 
 
