@@ -111,8 +111,7 @@ def matmul(
         _check_without_gradient("matmul", tensors)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
-        beyond = () if out_dtype is None and fast_accum else (out_dtype, fast_accum)
-        return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, *beyond), separate)
+        return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, out_dtype, fast_accum), separate)
     options = activation, out_dtype, config, precision(x.dtype, fast_accum)
     check_apart("matmul", out, x=x, w=w, bias=bias, x_scale=x_scale, w_scale=w_scale)
     return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
@@ -255,8 +254,7 @@ def all_gather_matmul(
         _check_without_gradient("all_gather_matmul", operands | scales | {"out": out, "return_gathered": into})
     if operators:
         fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
-        beyond = () if out_dtype is None and fast_accum else (out_dtype, fast_accum)
-        options = fused, return_gathered, rows, ctx.name, path, *beyond
+        options = fused, return_gathered, rows, ctx.name, path, out_dtype, fast_accum
         y, *gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, x_scale, w_scale, *options)
         y = activation_reference(y, separate)
     else:
@@ -321,29 +319,15 @@ def matmul_reduce_scatter(
     partial sums are sent. wire_dtype: then bf16 by default, or float32.
     """
     ctx, shape = as_context(ctx, "matmul_reduce_scatter: ctx"), _shape("matmul_reduce_scatter", x_shard_k)
+    x, scale, into, lead = x_shard_k, x_scale, out, None
     if scatter_dim or len(shape) != 2:
-        lead = Leading.of("matmul_reduce_scatter", x_shard_k, "scatter_dim", scatter_dim)
+        lead = Leading.of("matmul_reduce_scatter", x, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
-        options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "config": config, "path": path, "ctx": ctx}
-        options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out), "fast_accum": fast_accum}
-        options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale}
-        y = matmul_reduce_scatter(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options)
-        return lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
-    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=shape[0])
-    operands, operators = (x_shard_k, w_shard_k, bias), out is config is None
-    if not operators or _is_scaled(x_shard_k, x_scale, w_scale):
-        tensors = dict(zip(("x_shard_k", "w_shard_k", "bias"), operands, strict=True))
-        scales = {"x_scale": x_scale, "w_scale": w_scale}
-        _check_without_gradient("matmul_reduce_scatter", tensors | scales | {"out": out})
-        check_apart("matmul_reduce_scatter", out, **tensors, **scales)
-    if operators:
-        fused, separate = _split_activation(activation, *operands)
-        beyond = () if out_dtype is wire_dtype is None and fast_accum else (out_dtype, wire_dtype, fast_accum)
-        options = fused, rows, ctx.name, path, *beyond
-        return activation_reference(ops.matmul_reduce_scatter(*operands, x_scale, w_scale, *options), separate)
-    options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
-    call = MatmulReduceScatter(*options, wire_dtype=wire_dtype)
-    return ctx.call(call, *operands, out, *Scales.given(x_scale, w_scale))
+        x, scale, into, rows = lead.matrix(x), lead.scale(scale), lead.memory("out", out), lead.rows(lengths)
+    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=x.shape[0])
+    tensors, options = (x, w_shard_k, bias, scale, w_scale, into), (out_dtype, wire_dtype, config, path)
+    y = _reduced(MatmulReduceScatter, ctx, tensors, activation, rows, fast_accum, *options)
+    return y if lead is None else lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
 
 
 def matmul_all_reduce(
@@ -366,24 +350,31 @@ def matmul_all_reduce(
     x_shard_k [..., K/R], w_shard_k [N, K/R], bias [N] -> y [..., N]. Finished rows are sent in out_dtype.
     All options and exceptions: as matmul_reduce_scatter.
     """
-    if isinstance(x_shard_k, torch.Tensor) and x_shard_k.dim() != 2:
-        lead, options = Leading.of("matmul_all_reduce", x_shard_k), {"out_dtype": out_dtype, "wire_dtype": wire_dtype}
-        options |= {"config": config, "path": path, "ctx": ctx, "fast_accum": fast_accum}
-        options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale}
-        return lead.back(matmul_all_reduce(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options))
+    x, scale, lead = x_shard_k, x_scale, None
+    if isinstance(x, torch.Tensor) and x.dim() != 2:
+        lead = Leading.of("matmul_all_reduce", x)
+        x, scale = lead.matrix(x), lead.scale(scale)
+    tensors, options = (x, w_shard_k, bias, scale, w_scale, None), (out_dtype, wire_dtype, config, path)
     ctx = as_context(ctx, "matmul_all_reduce: ctx")
-    operands = x_shard_k, w_shard_k, bias
-    if config is not None or _is_scaled(x_shard_k, x_scale, w_scale):
-        tensors = dict(zip(("x_shard_k", "w_shard_k", "bias"), operands, strict=True))
-        _check_without_gradient("matmul_all_reduce", tensors | {"x_scale": x_scale, "w_scale": w_scale})
-    if config is None:
-        fused, separate = _split_activation(activation, *operands)
-        beyond = () if out_dtype is wire_dtype is None and fast_accum else (out_dtype, wire_dtype, fast_accum)
-        options = fused, ctx.name, path, *beyond
-        return activation_reference(ops.matmul_all_reduce(*operands, x_scale, w_scale, *options), separate)
-    options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
-    call = MatmulAllReduce(*options, wire_dtype=wire_dtype)
-    return ctx.call(call, *operands, None, *Scales.given(x_scale, w_scale))
+    y = _reduced(MatmulAllReduce, ctx, tensors, activation, None, fast_accum, *options)
+    return y if lead is None else lead.back(y)
+
+
+def _reduced(kind, ctx, tensors, activation, rows, fast_accum, out_dtype, wire_dtype, config, path) -> torch.Tensor:
+    """A reduction of x_shard_k [M, K/R]. tensors: x, w, bias, the scales and out. rows: None for an all-reduce."""
+    name, (x, w, bias, x_scale, w_scale, out) = kind.operation, tensors
+    operators = out is config is None
+    if not operators or _is_scaled(x, x_scale, w_scale):
+        named = dict(zip(("x_shard_k", "w_shard_k", "bias", "x_scale", "w_scale", "out"), tensors, strict=True))
+        _check_without_gradient(name, named)
+        check_apart(name, **named)
+    if operators:
+        fused, separate = _split_activation(activation, x, w, bias)
+        options = ctx.name, path, out_dtype, wire_dtype, fast_accum
+        options = options if rows is None else (rows, *options)
+        return activation_reference(getattr(ops, name)(x, w, bias, x_scale, w_scale, fused, *options), separate)
+    call = kind(activation, rows, out_dtype, config, path, precision(x.dtype, fast_accum), wire_dtype=wire_dtype)
+    return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
 
 
 def all_gather(
