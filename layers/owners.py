@@ -53,6 +53,19 @@ def disown(parameters, owner):
         setattr(parameter, _OWNERS, _References(kept))
 
 
+def check_free(what: str, parameter, *successors: type):
+    """Raises ValueError if a parameter has an owner, but for those of the kinds that a new one takes the place of.
+
+    what: the caller and the parameter, for the error.
+    """
+    for reference in reversed(getattr(parameter, _OWNERS, ())):
+        if (owner := reference()) is not None and not isinstance(owner, successors):
+            raise ValueError(
+                f"{what} belongs to {getattr(owner, 'face', type(owner).__name__)}, which takes its gradients, and "
+                f"would see no other parameter in its place; leave it to that, do this before, or call remove() of that"
+            )
+
+
 def remove_owners(parameters, kind: type):
     """Make room for a new owner: call remove() on the newest owner of each parameter that is a `kind`."""
     for owner in {owner_of(parameter, kind): None for parameter in parameters}:

@@ -584,9 +584,14 @@ def test_overlapped_ddp_refuses_assigned_state_dicts(ctx, mode):
     model = nn.Linear(4, 4).to(ctx.device)
     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
     ddp = OverlappedDDP(model, mesh=ctx, **mode)
-    with pytest.raises(ValueError, match="assign=True. would leave it with the old parameters"):
-        model.load_state_dict(model.state_dict(), assign=True)
+    for module in (model, ddp):
+        with pytest.raises(ValueError, match=r"assign=True\): (module\.)?weight belongs to OverlappedDDP"):
+            module.load_state_dict(module.state_dict(), assign=True)
+    around = torch.nn.Sequential(model)  # its hooks are on the part
+    with pytest.raises(ValueError, match=r"assign=True\): 0.weight belongs to OverlappedDDP"):
+        around.load_state_dict(around.state_dict(), assign=True)
     ddp.remove()
+    model.load_state_dict(model.state_dict(), assign=True)
 
 
 @pytest.mark.ranks(2)

@@ -856,6 +856,34 @@ HELD = {  # of the parameters and of the optimizer's states, by one of two ranks
 
 
 @pytest.mark.ranks(2)
+def test_fully_shard_and_others_refuse_parameters_that_another_one_has(ctx):
+    systems = {
+        "OverlappedDDP": lambda model: OverlappedDDP(model, mesh=ctx),
+        "ZeroOptimizer": lambda model: ZeroOptimizer(
+            model.named_parameters(), torch.optim.SGD, lr=1.0, mesh=ctx, overlap_gather=model
+        ),
+        "fully_shard": lambda model: fully_shard(model, mesh=ctx),
+        "parallelize_module": lambda model: layers.parallelize_module(model, ctx, {"": layers.ColwiseParallel()}),
+    }
+    for first, second in itertools.permutations(systems, 2):
+        if first == "parallelize_module" or (first, second) == ("fully_shard", "parallelize_module"):
+            continue  # makes DTensors, which have no owner, and are refused as such
+        model = nn.Linear(4, 4, bias=False).to(ctx.device)
+        nn.init.ones_(model.weight)
+        kept = systems[first](model)
+        with pytest.raises(ValueError, match=f"weight belongs to {first}, which takes its") as refused:
+            systems[second](model)
+        message_on_every_rank(ctx, refused.value)
+        if first == "ZeroOptimizer":
+            with pytest.raises(ValueError, match="assign=True.: weight belongs to ZeroOptimizer"):
+                model.load_state_dict(model.state_dict(), assign=True)
+        if first != "fully_shard":
+            kept.remove()
+            model.load_state_dict(model.state_dict(), assign=True)
+            systems[second](model)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("system", HELD)
 def test_fully_shard_and_others_hold_as_much_as_the_guide_says(ctx, system):
     def held(tensors):

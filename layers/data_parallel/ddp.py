@@ -48,12 +48,12 @@ from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets
 from tkernels.layers.data_parallel.norms import counts, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
-from tkernels.layers.data_parallel.values import ensure_params_ready, wait_in_modules
+from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
+from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners, weakly
 
 
 class State(enum.Enum):
@@ -188,7 +188,7 @@ class OverlappedDDP(nn.Module):
         self._stream = None  # that of the last backward's caller
         _wrappers.add(self)
         _watch_optimizers()
-        self.handles = [module.register_load_state_dict_pre_hook(_refuse_assignment)]
+        self.handles = refuse_assignment(module)
         if self.sharded:
             self.handles += wait_in_modules(module, self.bucket_of, self._waits)
 
@@ -594,6 +594,7 @@ def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype |
         raise ValueError("OverlappedDDP: no parameter of the module requires a gradient; there is nothing to train")
     first, device = next((name, param.device) for name, param in params.items())
     for name, param in params.items():
+        check_free(f"OverlappedDDP: {name}", param, OverlappedDDP, GradReadyHooks, Values)
         if param.device != device:
             raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
         for dtype in (param.dtype, grad_dtype or param.dtype):
@@ -616,11 +617,6 @@ def changing_main_grads(params):
         for bucket in ddp.buckets:
             bucket.follow()
             bucket.finish(ddp.dev.current_stream())
-
-
-def _refuse_assignment(module, state, prefix, metadata, *_):
-    if metadata.get("assign_to_params_buffers"):
-        raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
 
 
 _wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters

@@ -394,6 +394,8 @@ class Unit:
     signal. If no input requires a gradient, and in the root, it comes at the end of backward.
     """
 
+    face = "fully_shard"
+
     def __init__(
         self,
         modules: tuple[nn.Module, ...],

@@ -29,7 +29,7 @@ from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
-from tkernels.layers.owners import own, owner_of
+from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 
 _SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
@@ -418,11 +418,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
             f"fully_shard: {name} is tied to {other}, which is sharded in another unit; shard the modules that share "
             f"it together, as fully_shard([a, b])"
         )
-    if (owner := owner_of(parameter)) is not None:
-        raise ValueError(
-            f"fully_shard: {name} belongs to {type(owner).__name__}, whose hooks would take its gradients first; call "
-            f"remove() of that before the module is sharded"
-        )
+    check_free(f"fully_shard: {name}", parameter)
     if parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"fully_shard: {name} has a hook of register_post_accumulate_grad_hook, which would take its gradient "

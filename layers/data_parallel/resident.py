@@ -15,7 +15,7 @@ from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup
 from tkernels.layers.data_parallel.param_group import DataParallelRanks
-from tkernels.layers.data_parallel.values import Values, wait_in_modules
+from tkernels.layers.data_parallel.values import Values, refuse_assignment, wait_in_modules
 from tkernels.layers.owners import disown
 
 
@@ -93,7 +93,7 @@ class ResidentEngine(Engine):
 
     def wait_in_modules(self, root: nn.Module):
         """Let each module inside `root` wait for its own parameters."""
-        self._hooks += wait_in_modules(root, self.piece_of)
+        self._hooks += refuse_assignment(root) + wait_in_modules(root, self.piece_of)
 
     @property
     def written(self) -> bool:

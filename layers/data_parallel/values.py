@@ -15,7 +15,7 @@ from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.lease import Lease, Slot
-from tkernels.layers.owners import own, owner_of
+from tkernels.layers.owners import check_free, own, owner_of
 
 
 class Buffer:
@@ -132,6 +132,17 @@ def wait_in_modules(root: nn.Module, parameters, waits: SimpleNamespace | None =
             handles.append(module.register_state_dict_pre_hook(_ensure_own_ready))
             handles.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
     return handles
+
+
+def refuse_assignment(root: nn.Module) -> list:
+    """Let no module inside `root` be assigned new parameters in place of those with owners. Returns the handles."""
+    return [module.register_load_state_dict_pre_hook(_before_assignment) for module in root.modules()]
+
+
+def _before_assignment(module, state, prefix, metadata, *_):
+    if metadata.get("assign_to_params_buffers"):
+        for name, parameter in module.named_parameters():
+            check_free(f"load_state_dict(assign=True): {prefix}{name}", parameter)
 
 
 def _values_of(params) -> dict[Values, None]:

@@ -24,14 +24,14 @@ from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
-from tkernels.layers.data_parallel.engine import Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
 from tkernels.layers.data_parallel.layout import ALIGN, in_buckets
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
+from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import disown, own, owner_of, remove_owners
+from tkernels.layers.owners import check_free, disown, own, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 CHOICES = {"stage": (1, 2), "partition": ("elements", "parameters")}
@@ -543,11 +543,7 @@ def _check_parameters(
                 f"ranks, or take off the mark if the gradient is whole"
             )
         summed = reduce_dtype or parameter.dtype
-        if owner_of(parameter, Unit) is not None:
-            raise ValueError(
-                f"ZeroOptimizer: {names[parameter]} has been through fully_shard, which reduces gradients and shards "
-                f"optimizers' state itself; pass the model's parameters() to an optimizer of torch"
-            )
+        check_free(f"ZeroOptimizer: {names[parameter]}", parameter, ZeroOptimizer, Values)
         if parameter.device != ctx.device:
             raise ValueError(f"ZeroOptimizer: a parameter is on {parameter.device}, its context on {ctx.device}")
         if not (parameter.is_floating_point() and summed.is_floating_point):

@@ -15,7 +15,7 @@ from tkernels.comm import Context, MeshLike, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum
 from tkernels.layers.marks import is_split
-from tkernels.layers.owners import owner_of
+from tkernels.layers.owners import check_free
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.tensor_parallel.plan import Given, apply
@@ -283,12 +283,8 @@ def _check_swappable(model: nn.Module, name: str):
             f"parallelize: {name!r} shares its parameters with {', '.join(others)}, which would keep the full ones; "
             f"untie them, or leave {name!r} out of the plan"
         )
-    for parameter in linear.parameters():
-        if (owner := owner_of(parameter)) is not None:
-            raise ValueError(
-                f"parallelize: the parameters of {name!r} belong to {type(owner).__name__}, which would not see the "
-                f"new ones; parallelize the model first, or remove() that before"
-            )
+    for each, parameter in linear.named_parameters():
+        check_free(f"parallelize: {name}.{each}", parameter)
     kinds = (
         "forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre",
         "load_state_dict_post",

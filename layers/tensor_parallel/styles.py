@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from tkernels.comm import as_context
 from tkernels.comm.arguments import check_type
-from tkernels.layers.owners import attributes, owner_of
+from tkernels.layers.owners import attributes, check_free
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.modules import (
@@ -115,11 +115,7 @@ class Style(ParallelStyle):
                     f"{what}: {name} is a DTensor already, {parameter.placements} on {parameter.device_mesh}; "
                     f"parallelize a module before fully_shard and other systems take it"
                 )
-            if (owner := owner_of(parameter)) is not None:
-                raise ValueError(
-                    f"{what}: its parameters belong to {type(owner).__name__}, which would not see the new ones; "
-                    f"parallelize the model first, or remove() that before"
-                )
+            check_free(f"{what}: {name}", parameter)
             if has_others_hooks(parameter) or parameter._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"{what}: {name} has hooks, which the DTensor in its place would lose; register them afterwards"
