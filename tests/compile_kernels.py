@@ -255,6 +255,7 @@ def _cases() -> list[Case]:
         cases.append(Case("quantize", dtype, f"rows_{columns}", shape=(1024, 1, columns)))
     cases.append(Case("quantize", label="rows_e5m2", shape=(1024, 1, 8192), out="float8_e5m2"))
     cases.append(Case("quantize", label="rows_power_of_two", shape=(1024, 1, 8192)))
+    cases.append(Case("quantize", label="rows_gated", shape=(1024, 1, 16384), activation="gelu"))
     for label, dtype in itertools.product(("largest", "parts"), ("bfloat16", "float32")):
         cases.append(Case("quantize", dtype, label, shape=(1024, 1, 16384)))
     for dtype, columns in itertools.product(("bfloat16", "float32"), (1001, 8192)):
@@ -607,7 +608,9 @@ def _call(case: Case):
         elif case.operation == "quantize":
             whole = case.label in ("largest", "parts")  # a whole tensor takes both kernels
             fp8 = getattr(torch, case.out or "float8_e4m3fn")
-            tkernels.quantize(matrix(M, K), "tensor" if whole else "row", fp8, power_of_two="power" in case.label)
+            options = {"power_of_two": "power" in case.label, "activation": case.activation}
+            options["gate"] = matrix(M, K) if "gated" in case.label else None
+            tkernels.quantize(matrix(M, K), "tensor" if whole else "row", fp8, **options)
             if whole:
                 _compiled[:] = [_compiled[case.label == "parts"]]
         elif case.operation == "dequantize":

@@ -24,6 +24,7 @@ from tkernels.layers import (
     parallelize,
     parallelize_module,
 )
+from tkernels.layers.tensor_parallel.activations import KNOWN, activated, activated_gradient
 from tkernels.layers.tensor_parallel.float8 import RECIPES, Copies
 from tkernels.testing.compare import normal
 
@@ -256,6 +257,57 @@ def test_float8_is_an_option_of_megatrons_layers(ctx, kind, options):
     dw, db = layer.shard(twin.weight.grad, layer.partition_dim), twin.bias.grad
     assert decibels(layer.weight.grad, dw) > (45 if options.get("keep_gathered") is False else GRADIENT_DB)
     assert decibels(layer.bias.grad, layer.shard(db, 0) if column else db) > 40
+    ctx.check()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("activation", KNOWN)
+def test_activated_gradient_has_the_bits_of_autograds(activation):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = normal((3, 5, 32), dtype, 1).requires_grad_()
+        with torch.no_grad():
+            x[0, 0, ::3] = 0
+        y = activated(x, activation)
+        dy = normal(y.shape, dtype, 2)
+        (want,) = torch.autograd.grad(y, x, dy)
+        assert torch.equal(activated_gradient(dy, x.detach(), activation), want)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("activation, sequence_parallel", [("relu", True), ("swiglu", True), ("gelu", False)])
+def test_parallel_mlp_quantizes_its_activation_in_one_kernel(ctx, monkeypatch, activation, sequence_parallel):
+    """The same as activating before, but for fp32's last bits that "relu" doesn't round; and it keeps less."""
+    torch.manual_seed(0)
+    options = {"sequence_parallel": sequence_parallel, "dtype": torch.bfloat16, "mesh": ctx, "float8": "rowwise"}
+    mlp = ParallelMLP(32, 64, activation, **options)
+    x = normal((4, 2, 32), torch.bfloat16, 1 + sequence_parallel * ctx.rank, ctx.device)
+    dy = normal((4, 2, 32), torch.bfloat16, 3 + sequence_parallel * ctx.rank, ctx.device)
+    assert mlp.fc2.quantizes_activations
+
+    def results(call):
+        kept = []
+        at = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+            y = call(at)
+        y.backward(dy)
+        grads = [parameter.grad for parameter in mlp.parameters()]
+        mlp.zero_grad()
+        parameters = {parameter.data_ptr() for parameter in mlp.parameters()}
+        sizes = {each.data_ptr(): each.nbytes for each in kept if each.data_ptr() not in parameters}
+        return [y.detach(), at.grad, *grads], sum(sizes.values())
+
+    (fused, kept), (traced, _) = (
+        results(call) for call in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager"))
+    )
+    assert all(map(torch.equal, fused, traced))
+    monkeypatch.setattr(RowParallelLinear, "quantizes_activations", False)
+    plain, kept_before = results(mlp)
+    rows, tensors = 8 * (1 + sequence_parallel), {"relu": 0, "gelu": 1, "swiglu": 2}[activation]
+    assert kept_before - kept == tensors * rows * 32 * 2  # bf16, of a rank's features
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert torch.equal(mine, theirs) if activation == "relu" else decibels(mine, theirs) > 35
+    with pytest.raises(ValueError, match="RowParallelLinear: activation='relu' must be .* apply it before"):
+        mlp.fc2(x, activation="relu")
     ctx.check()
 
 

@@ -370,7 +370,7 @@ def test_opcheck_passes_for_every_operator(ctx):
     x8, w8, one = x.to(torch.float8_e4m3fn).new_zeros(7, 16), x.to(torch.float8_e4m3fn).new_zeros(4, 16), x.new_ones(1)
     finish, place = (None, one, one, "relu"), (rows, ctx.name, None)
     scaled = [
-        (OPS.quantize, (x, "row", torch.float8_e4m3fn, False)),
+        (OPS.quantize, (x, None, "row", torch.float8_e4m3fn, False)),
         (OPS.dequantize, (x8, one, torch.bfloat16)),
         (OPS.transpose_quantized, (x8, one)),
         (OPS.matmul, (x8, w8, *finish)),

@@ -15,6 +15,7 @@ from tkernels.comm import runtime
 from tkernels.comm.calls import LocalCalls
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
+from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.quantize import LEAST, quantize_reference, transpose_quantized, transpose_reference
 from tkernels.testing.compare import normal, poison
 
@@ -150,6 +151,46 @@ def test_dequantize_gives_the_bits_of_a_plain_expression(dtype, fp8):
     assert tkernels.dequantize(q, unit)[0, 0].isnan()
 
 
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_quantize_of_an_activation_or_a_gated_product_is_that_of_what_they_give(kernels, scale):
+    """The same bits where each step is one rounding: with "relu", and of a product; of rows of a wider matrix too."""
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            both = spread((*shape[:-1], 2 * shape[-1]), dtype)
+            gate, x = both.chunk(2, -1)
+            for activation, gates in (("relu", None), ("relu", gate), (None, gate)):
+                with launches() as launched:
+                    got = tkernels.quantize(x, scale, activation=activation, gate=gates)
+                assert scale == "tensor" or [name for name, *_ in launched] == kernels
+                first = activation_reference(x if gates is None else gates, activation)
+                assert same_bits(got, quantize_reference(first if gates is None else first * x, scale))
+    odd = torch.tensor([[math.nan, math.inf, -math.inf, 2.0], [0.0, -0.0, -1.0, 3.0]], device=DEVICE)
+    ones = torch.ones_like(odd)
+    for activation in ACTIVATIONS:  # of what isn't finite they may give 0, as torch's do
+        q = tkernels.quantize(ones, scale, activation=activation, gate=odd)[0]
+        assert torch.equal(q.isnan(), ~activation_reference(odd, activation).isfinite())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_quantize_of_an_activation_is_within_half_a_step_of_fp64(activation):
+    """And what the activation and the product round by: half a step of the dtype each, 8 of fp32 before."""
+    eps = torch.finfo(torch.float32).eps
+    for dtype in DTYPES:
+        gate, x = normal((2, 40, 200), dtype, 1, DEVICE) * 3
+        for gates in (None, gate):
+            first = activation_reference((x if gates is None else gates).double(), activation)
+            want = first if gates is None else first * x.double()
+            q, unit = tkernels.quantize(x, activation=activation, gate=gates)
+            error = (q.double() * unit.double() - want).abs()
+            allowed = torch.maximum(want.abs() * 2.0**-4, unit.double() * 2.0**-10)
+            rounded = want.abs() * torch.finfo(dtype).eps * (1.01 + 1.01 * (gates is not None)) / 2
+            # An activation's own terms, up to |its input|, cancel below 0.
+            terms = 8 * eps * ((x if gates is None else gates * x).double().abs() + want.abs())
+            tiny = torch.finfo(dtype).tiny * (1 if gates is None else 1 + x.double().abs())
+            assert (error <= (allowed + rounded + terms + tiny) * 1.1).all()
+            assert (error > allowed / 2).any()
+
+
 def test_dequantize_refuses_by_name():
     q, unit = tkernels.quantize(torch.ones(3, 4, device=DEVICE))
     with pytest.raises(TypeError, match="dequantize: q is torch.float32"):
@@ -208,6 +249,11 @@ def test_quantize_takes_empty_tensors():
     (torch._neg_view(torch.ones(2, 4, device=DEVICE)), {}, ValueError, "x is a negated or conjugated view"),
     (torch.ones(2, 4, device="meta"), {}, ValueError, "x is on meta, but the operation runs on"),
     (torch.ones(2, 4).requires_grad_(), {}, ValueError, r"has no gradient; pass x.detach\(\)"),
+    (torch.ones(2, 4), {"gate": torch.ones(2, 4, device=DEVICE).requires_grad_()}, ValueError, "has no gradient"),
+    (torch.ones(2, 4), {"activation": "swish"}, ValueError, "activation='swish' is unknown; use None, relu, gelu"),
+    (torch.ones(2, 4), {"gate": torch.ones(2, 5, device=DEVICE)}, ValueError, r"gate is torch.float32 \(2, 5\) on"),
+    (torch.ones(2, 4), {"gate": torch.ones(2, 4, device=DEVICE).half()}, ValueError, "must be like x, torch.float32"),
+    (torch.ones(2, 4), {"gate": 2.0}, TypeError, "quantize: gate=2.0 must be a tensor"),
 ])  # fmt: skip
 def test_quantize_refuses_by_name(x, options, error, message):
     with pytest.raises(error, match=message):
@@ -236,7 +282,7 @@ def test_quantize_by_torch_where_a_gpu_has_no_fp8_is_the_same_and_said_once(monk
 
 def test_quantize_passes_opcheck():
     x = spread((5, 48), torch.bfloat16)
-    for options in (("row", torch.float8_e4m3fn, False), ("tensor", torch.float8_e5m2, True)):
+    for options in ((None, "row", torch.float8_e4m3fn, False), (x * 2, "tensor", torch.float8_e5m2, True, "silu")):
         opcheck(torch.ops.tkernels.quantize.default, (x, *options))
     fake = "test_faketensor", "test_aot_dispatch_dynamic"  # the others compare FP8, which torch can't
     opcheck(torch.ops.tkernels.dequantize.default, (*tkernels.quantize(x), torch.bfloat16), test_utils=fake)

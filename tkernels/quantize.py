@@ -3,6 +3,7 @@
     scale = largest(|x|) / 448 for e4m3, / 57344 for e5m2, in fp32: one a row, or one for all
     q     = x * (1 / scale), rounded to nearest even
 
+Where an activation comes before, alone or as the gate of a product, x is what they give, and no memory holds that.
 A row that one program holds is read once. Longer rows and whole tensors take two kernels: maxima of parts of a row,
 then their maximum and the cast. A whole tensor is one row. Bits are the same on every run, and the same as those of
 `quantize_reference`.
@@ -22,6 +23,7 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
+from tkernels.gemm import ACTIVATIONS, activate, activation_reference
 
 SCALES = ("row", "tensor")
 LONGEST_ROW = 32768  # that a program holds: 32 elements of each of 1024 threads, without spills
@@ -59,16 +61,30 @@ def divide(x, scale, DTYPE: tl.constexpr):
     return tl.where(tl.abs(x) < INFINITY, x * inverse, float("nan")).to(DTYPE)
 
 
+@triton.jit
+def load_activated(x, x_stride, gate, gate_stride, row, column, inside, ACTIVATION: tl.constexpr):
+    """Elements of x, or activation(x), or with a gate activation(gate) * x; 0 outside. Each step is rounded as in x."""
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if gate is not None:
+        factor = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+        factor = activate(factor.to(tl.float32), ACTIVATION).to(factor.dtype).to(tl.float32)
+        value = (factor * value.to(tl.float32)).to(value.dtype)
+    elif ACTIVATION != 0:
+        value = activate(value.to(tl.float32), ACTIVATION).to(value.dtype)
+    return value
+
+
 @triton.jit(do_not_specialize=["rows"])
 def quantize_rows_kernel(
-    x, x_stride, q, scale, rows, columns,  # [rows, columns], [rows, columns], [rows]
+    x, x_stride, gate, gate_stride, q, scale, rows, columns,  # [rows, columns], twice or None, [rows, columns], [rows]
     MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Each program quantizes ROWS whole rows."""
     row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    values = load_activated(x, x_stride, gate, gate_stride, row, column, inside, ACTIVATION)
     unit = scale_of(tl.max(magnitude(values), 1, keep_dims=True), MOST, POWER_OF_TWO)
     tl.store(scale + row, unit, mask=row < rows)
     tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=inside)
@@ -76,8 +92,8 @@ def quantize_rows_kernel(
 
 @triton.jit
 def largest_kernel(
-    x, x_stride, largest, columns, parts, part,  # [rows, columns], [rows, parts]; columns of a part
-    BLOCK: tl.constexpr,
+    x, x_stride, gate, gate_stride, largest, columns, parts, part,  # as above; [rows, parts]; columns of a part
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):
     """The largest magnitude of each part of each row."""
     row = tl.cast(tl.program_id(0) // parts, tl.int64)
@@ -86,14 +102,15 @@ def largest_kernel(
     found = tl.zeros((BLOCK,), tl.float32)
     for first in range(start, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        found = tl.maximum(found, magnitude(tl.load(x + row * x_stride + column, mask=column < end, other=0.0)))
+        values = load_activated(x, x_stride, gate, gate_stride, row, column, column < end, ACTIVATION)
+        found = tl.maximum(found, magnitude(values))
     tl.store(largest + tl.program_id(0), tl.max(found, 0))
 
 
 @triton.jit
 def quantize_parts_kernel(
-    x, x_stride, largest, q, scale, columns, parts, part,  # as above; [rows, columns], [rows]
-    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_stride, gate, gate_stride, largest, q, scale, columns, parts, part,  # as above; [rows, columns], [rows]
+    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):
     """Each program quantizes a part of a row, by the largest magnitude of all its parts. PARTS: room for them."""
     row = tl.cast(tl.program_id(0) // parts, tl.int64)
@@ -106,7 +123,7 @@ def quantize_parts_kernel(
         tl.store(scale + row, unit)
     for first in range(start, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        values = tl.load(x + row * x_stride + column, mask=column < end, other=0.0)
+        values = load_activated(x, x_stride, gate, gate_stride, row, column, column < end, ACTIVATION)
         tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=column < end)
 
 
@@ -148,40 +165,49 @@ def transpose_kernel(
 # fmt: on
 
 
-def quantize(x: torch.Tensor, scale: str, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, gate: torch.Tensor | None, scale: str, dtype: torch.dtype, power_of_two: bool,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `tkernels.quantize`."""
-    options = scale, dtype, power_of_two
-    return local_calls.call((Quantize, *options), Quantize(*options).prepare, x)
+    options = scale, dtype, power_of_two, activation
+    return local_calls.call((Quantize, *options), Quantize(*options).prepare, x, gate)
 
 
 class Quantize(NamedTuple):
-    """A call of `quantize`."""
+    """A call of `quantize`, of x and gate, which may be None."""
 
     scale: str
     dtype: torch.dtype
     power_of_two: bool
+    activation: str | None = None
 
-    def prepare(self, x: torch.Tensor):
-        """The function of tensors like x that carries out the call."""
-        self.check(x)
+    def prepare(self, x: torch.Tensor, gate: torch.Tensor | None):
+        """The function of tensors like these that carries out the call."""
+        self.check(x, gate)
         q_like, scale_like = self.results(x.to("meta"))
         if x.numel() == 0:
-            return lambda x: quantize_reference(x, *self)
+            return self.by_torch
         if not _takes_fp8(x.device):
             _say_slow(str(x.device))
-            return lambda x: quantize_reference(x, *self)
+            return self.by_torch
         columns = x.shape[-1] if self.scale == "row" else x.numel()
-        plan = self.by_row if columns <= LONGEST_ROW else self.by_part
-        run = plan(in_rows_of(x, columns), q_like)
+        plan = self.by_row if columns <= (LONGEST_ROW if gate is None else LONGEST_ROW // 2) else self.by_part
+        run = plan(in_rows_of(x, columns), gate if gate is None else in_rows_of(gate, columns), q_like)
 
-        def call(x):
+        def call(x, gate):
             q, scale = torch.empty_like(q_like, device=x.device), torch.empty_like(scale_like, device=x.device)
-            run(in_rows_of(x, columns), q, scale)
+            gates = () if gate is None else (in_rows_of(gate, columns),)
+            run((in_rows_of(x, columns), *gates), q, scale)
             return q, scale
 
         return call
 
-    def check(self, x: torch.Tensor):
+    def by_torch(self, x: torch.Tensor, gate: torch.Tensor | None):
+        first = activation_reference(x if gate is None else gate, self.activation)
+        return quantize_reference(first if gate is None else first * x, self.scale, self.dtype, self.power_of_two)
+
+    def check(self, x: torch.Tensor, gate: torch.Tensor | None):
         device = runtime.device()
         if x.device != device:
             raise ValueError(f"quantize: x is on {x.device}, but the operation runs on {device}")
@@ -193,48 +219,68 @@ class Quantize(NamedTuple):
             raise TypeError(f"quantize: dtype={self.dtype} must be {' or '.join(map(str, FP8))}")
         if self.scale not in SCALES:
             raise ValueError(f"quantize: scale={self.scale!r} must be {' or '.join(map(repr, SCALES))}")
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(map(str, ACTIVATIONS))
+            raise ValueError(f"quantize: activation={self.activation!r} is unknown; use {known}")
         check_resolved("quantize", "x", x)
+        if gate is None:
+            return
+        if (gate.shape, gate.dtype, gate.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"quantize: gate is {gate.dtype} {tuple(gate.shape)} on {gate.device}, but must be like x, {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}"
+            )
+        check_resolved("quantize", "gate", gate)
 
     def results(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and scale, without values, where x is."""
         shape = (*x.shape[:-1], 1) if self.scale == "row" else ()
         return x.new_empty(x.shape, dtype=self.dtype), x.new_empty(shape, dtype=torch.float32)
 
-    def by_row(self, x: torch.Tensor, q: torch.Tensor):
-        """The launch for tensors like x [rows, columns], of rows that a program holds: a function of x, q and scale."""
+    def by_row(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
+        """The launch for tensors like these [rows, columns], of rows that a program holds.
+
+        A function of (x,) or (x, gate), q and scale.
+        """
         (rows, columns), wide = x.shape, triton.next_power_of_2(x.shape[1])
-        together = max(ELEMENTS // wide, 1)
-        return PreparedLaunch(
-            quantize_rows_kernel, triton.cdiv(rows, together), varying=("x", "q", "scale"),
-            x=x, x_stride=x.stride(0), q=q, scale=q.new_empty(0, dtype=torch.float32), rows=rows, columns=columns,
+        together, (operands, varying) = max(ELEMENTS // wide, 1), self.operands(x, gate)
+        launch = PreparedLaunch(
+            quantize_rows_kernel, triton.cdiv(rows, together), varying=(*varying, "q", "scale"),
+            **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), rows=rows, columns=columns,
             MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, ROWS=together, COLUMNS=wide,
             num_warps=max(8, wide // 1024),
         )  # fmt: skip
+        return lambda loaded, q, scale: launch(*loaded, q, scale)
 
-    def by_part(self, x: torch.Tensor, q: torch.Tensor):
+    def by_part(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
         """The same for long rows, of which several programs take a part each."""
         (rows, columns), programs = x.shape, 8 * runtime.default_programs()  # 2048 threads of each SM
         parts = min(max(programs // rows, 1), MOST_PARTS, triton.cdiv(columns, ELEMENTS))
         part = round_up(triton.cdiv(columns, parts), ELEMENTS)
         parts = triton.cdiv(columns, part)
-        like = q.new_empty(0, dtype=torch.float32)
+        like, (operands, varying) = q.new_empty(0, dtype=torch.float32), self.operands(x, gate)
         common = dict(
-            x=x, x_stride=x.stride(0), largest=like, columns=columns, parts=parts, part=part, BLOCK=ELEMENTS,
-            num_warps=8,
+            **operands, largest=like, columns=columns, parts=parts, part=part, BLOCK=ELEMENTS, num_warps=8
         )  # fmt: skip
-        find = PreparedLaunch(largest_kernel, rows * parts, varying=("x", "largest"), **common)
+        find = PreparedLaunch(largest_kernel, rows * parts, varying=(*varying, "largest"), **common)
         cast = PreparedLaunch(
-            quantize_parts_kernel, rows * parts, varying=("x", "largest", "q", "scale"), q=q, scale=like,
+            quantize_parts_kernel, rows * parts, varying=(*varying, "largest", "q", "scale"), q=q, scale=like,
             MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, PARTS=triton.next_power_of_2(parts),
             **common,
         )  # fmt: skip
 
-        def run(x, q, scale):
-            largest = x.new_empty(rows * parts, dtype=torch.float32)
-            find(x, largest)
-            cast(x, largest, q, scale)
+        def run(loaded, q, scale):
+            largest = loaded[0].new_empty(rows * parts, dtype=torch.float32)
+            find(*loaded, largest)
+            cast(*loaded, largest, q, scale)
 
         return run
+
+    def operands(self, x: torch.Tensor, gate: torch.Tensor | None) -> tuple[dict, tuple[str, ...]]:
+        """A kernel's arguments of what it loads, and the names of those that vary from call to call."""
+        gates = {"gate": gate, "gate_stride": 0 if gate is None else gate.stride(0)}
+        loads = {"x": x, "x_stride": x.stride(0), **gates, "ACTIVATION": ACTIVATIONS[self.activation]}
+        return loads, ("x",) if gate is None else ("x", "gate")
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

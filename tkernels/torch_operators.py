@@ -404,9 +404,10 @@ ops.matmul_all_reduce = define(
 
 
 ops.quantize = define(
-    "quantize(Tensor x, str scale, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)",
+    "quantize(Tensor x, Tensor? gate, str scale, ScalarType dtype, bool power_of_two, str? activation=None)"
+    " -> (Tensor, Tensor)",
     _quantize,
-    lambda x, *options: Quantize(*options).results(x),
+    lambda x, gate, *options: Quantize(*options).results(x),
 )
 ops.dequantize = define(
     "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",

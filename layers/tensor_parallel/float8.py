@@ -16,6 +16,9 @@ what was quantized for the other two products, in one scale each: where those of
 others' elements are rounded again. Copying moves 2 bytes an element; to dequantize one, as for a product in bf16, moves
 3. And the layer keeps x in FP8 for it, in half the memory.
 
+The activation before a row layer is part of quantizing where scales are of rows: one kernel reads what it is applied to
+and writes FP8. Backward has what it was applied to, for its gradient, and applies it again for the weight's gradient.
+
 Copies of weights are kept from call to call until a weight changes (`Copies`).
 """
 
@@ -30,6 +33,7 @@ import tkernels
 from tkernels.comm import Context, capture, find_context
 from tkernels.comm.collectives import check_rows
 from tkernels.configs import FP8
+from tkernels.layers.tensor_parallel.activations import activated, activated_gradient, parts_of
 from tkernels.leading import Leading
 from tkernels.torch_operators import ops
 
@@ -147,8 +151,12 @@ class Recipe(NamedTuple):
     fast_accum_backward: bool = False
     weight_gradient: bool = False
 
-    def quantize(self, x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
-        return tkernels.quantize(x, self.scale, dtype, power_of_two=self.power_of_two)
+    def quantize(
+        self, x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, activation: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, gate, activation = (x, None, None) if activation is None else parts_of(x, activation)
+        options = {"power_of_two": self.power_of_two, "activation": activation, "gate": gate}
+        return tkernels.quantize(x, self.scale, dtype, **options)
 
 
 RECIPES = {
@@ -271,7 +279,7 @@ class Float8:
 
     def product(
         self, kind: str, x, parameters, ws, biases, ctx: Context, dim: int = 0, rows: tuple[int, ...] | None = None,
-        keep: bool = True,
+        keep: bool = True, activation: str | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """x [..., K] times all weights [N, K], with the biases or None: [..., sum of N], in the dtype of x.
 
@@ -285,7 +293,7 @@ class Float8:
         lead = Leading.of("float8", x, lengths and f"{kind}_dim", dim)
         rows = lengths and lead.rows(lengths)
         keep = keep and kind == "gather" and not self.recipe.gathers_again
-        options = self.recipe, kept, kind, ctx.name, rows, keep
+        options = self.recipe, kept, kind, ctx.name, rows, keep, activation
         y = _Linear.apply(options, len(ws), lead.matrix(x), *ws, *biases)
         if kind == "scatter":
             return lead.back(y, lengths[ctx.rank]).contiguous()
@@ -306,11 +314,11 @@ class MultipliesInFloat8:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, number, x, *tensors):
-        recipe, kept, kind, context, rows, keep = options
+        recipe, kept, kind, context, rows, keep, activation = options
         ws, biases = tensors[:number], tensors[number:]
         bias = _stacked_bias(ws, biases)
         keep = keep and any(ctx.needs_input_grad[2 + 1 : 2 + 1 + number])
-        operands = recipe.quantize(x), weights(kept, ws, recipe, False)
+        operands = recipe.quantize(x, activation=activation), weights(kept, ws, recipe, False)
         y, quantized = _product(kind, operands, bias, x.dtype, recipe.fast_accum, keep, rows, context)
         if recipe.weight_gradient and kind != "gather":
             quantized = operands[0]
@@ -322,7 +330,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (recipe, kept, kind, context, rows, _), number = ctx.options, ctx.number
+        (recipe, kept, kind, context, rows, _, activation), number = ctx.options, ctx.number
         x, x_scale, *ws = ctx.saved_tensors
         need_x, *needs = ctx.needs_input_grad[2:]
         need_ws, need_biases = any(needs[:number]), any(needs[number:])
@@ -334,12 +342,14 @@ class _Linear(torch.autograd.Function):
             dx, quantized = _product(_BACKWARD[kind], operands, None, ctx.dtype, fast, keep, rows, context)
             if recipe.weight_gradient and kind != "scatter":
                 quantized = operands[0]
+            dx = dx if activation is None else activated_gradient(dx, x, activation)
         sizes, own = [len(w) for w in ws], dy
         if need_ws:
             if quantized is None and kind == "scatter":
                 dy = tkernels.all_gather(dy, rows=rows, ctx=find_context(context))
             if not ctx.quantized and kind == "gather":
                 x = tkernels.all_gather(x, rows=rows, ctx=find_context(context))
+            x = x if activation is None else activated(x, activation)
             if recipe.weight_gradient:
                 left = recipe.quantize(dy, recipe.gradient) if quantized is None else quantized
                 right = (x, x_scale) if ctx.quantized else recipe.quantize(x)

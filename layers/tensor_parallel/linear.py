@@ -28,6 +28,7 @@ from tkernels.comm.arguments import check_dense, check_torch_dtype, check_type, 
 from tkernels.comm.group import checksum
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
+from tkernels.layers.tensor_parallel.activations import GATES, KNOWN
 from tkernels.layers.tensor_parallel.float8 import (
     Float8,
     MultipliesInFloat8,
@@ -204,9 +205,9 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             return *as_operands(device, x), self.weight, bias
         return as_operands(device, x, self.weight, bias)
 
-    def _in_float8(self, kind: str, x: torch.Tensor, rows=None, keep: bool = True) -> torch.Tensor:
+    def _in_float8(self, kind: str, x: torch.Tensor, rows=None, **options) -> torch.Tensor:
         x, weight, bias = self._operands(x)
-        return self._float8.product(kind, x, [weight], [weight], [bias], self.ctx, rows=rows, keep=keep)
+        return self._float8.product(kind, x, [weight], [weight], [bias], self.ctx, rows=rows, **options)
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
@@ -302,7 +303,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.sequence_parallel:
             keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
             if self._float8 is not None:
-                y = self._in_float8("gather", x, rows, keep)
+                y = self._in_float8("gather", x, rows, keep=keep)
             else:
                 y = tkernels.all_gather_matmul(*self._operands(x), return_gathered=keep, rows=rows, ctx=ctx)
                 y = y[0] if keep else y
@@ -372,20 +373,31 @@ class RowParallelLinear(ParallelLinear):
         if self.bias is not None:
             self._mark("bias", sequence_parallel=self.sequence_parallel and self.return_bias)
 
-    def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether forward takes `activation`, as FP8 with scales of rows does, of an input that is split already."""
+        return self._float8 is not None and self._float8.recipe.scale == "row" and self.input_is_parallel
+
+    def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None, activation: str | None = None):
         """Collective. x_shard_k [..., K/R] (or x [..., K]) -> y [..., N], or y_shard_m [s/R, ..., N].
 
         rows: with sequence_parallel, every rank's length of the first dimension, if it doesn't divide evenly.
+        activation: of x, as ParallelMLP has them, with "swiglu" of x [..., 2 K/R]; where `quantizes_activations`.
         """
         ctx = self.ctx
+        if activation is not None and not (self.quantizes_activations and activation in KNOWN):
+            raise ValueError(
+                f"RowParallelLinear: activation={activation!r} must be {' or '.join(map(repr, KNOWN))}, in a layer "
+                f'with float8="rowwise" and input_is_parallel=True; apply it before'
+            )
         if self.input_is_parallel:
-            own = self.feature_sizes[ctx.rank]
+            own = self.feature_sizes[ctx.rank] * (2 if activation in GATES else 1)
             self._check_input(x, own, rows, hint=f", rank {ctx.rank}'s part of {self.in_features} in-features")
         else:
             self._check_input(x, self.in_features, rows)
             x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, mesh=ctx)
         if self._float8 is not None:
-            y = self._in_float8("scatter" if self.sequence_parallel else "reduce", x, rows)
+            y = self._in_float8("scatter" if self.sequence_parallel else "reduce", x, rows, activation=activation)
         elif self.sequence_parallel:
             y = tkernels.matmul_reduce_scatter(*self._operands(x), rows=rows, ctx=ctx)
         else:

@@ -2,22 +2,20 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tkernels.comm import MeshLike, as_context
 from tkernels.comm.arguments import whole
-from tkernels.gemm import ACTIVATIONS, activation_reference
+from tkernels.layers.tensor_parallel.activations import GATES, KNOWN, activated
 from tkernels.layers.tensor_parallel.float8 import Recipe
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, checking
-
-KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
 
 
 class ParallelMLP(nn.Module):
     """fc2(activation(fc1(x))): x [..., hidden] -> [..., hidden], or x_shard_m [s/R, ..., hidden] -> the same.
 
     activation: "relu", "gelu" (exact), "gelu_tanh", "silu", or "swiglu", which is silu(gate) * up with gate and up
-        stacked in fc1's weight [2 * ffn_hidden, hidden], gate first.
+        stacked in fc1's weight [2 * ffn_hidden, hidden], gate first. With float8 of scales a row it is part of fc2,
+        whose input then is what fc1 gives: one kernel applies it and quantizes, and backward computes it again.
     sequence_parallel: input and output are this rank's part of the first dimension, gathered and reduce-scattered
         during the GEMMs. False: input and output are replicated.
     keep_gathered, float8, dtype, device, mesh, init_method: as in ColumnParallelLinear.
@@ -48,7 +46,7 @@ class ParallelMLP(nn.Module):
             hidden = whole("ParallelMLP: hidden", hidden)
             ffn_hidden = whole("ParallelMLP: ffn_hidden", ffn_hidden)
         self.activation = activation
-        blocks = 2 if activation == "swiglu" else 1
+        blocks = 2 if activation in GATES else 1
         common = dict(
             sequence_parallel=sequence_parallel, float8=float8, dtype=dtype, device=device, mesh=ctx,
             init_method=init_method,
@@ -61,12 +59,9 @@ class ParallelMLP(nn.Module):
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None) -> torch.Tensor:
         """Collective. rows: with sequence_parallel, every rank's length of the first dimension, if they differ."""
         h = self.fc1(x, rows=rows)
-        if self.activation == "swiglu":
-            gate, up = h.chunk(2, dim=-1)
-            h = functional.silu(gate) * up
-        else:
-            h = activation_reference(h, self.activation)
-        return self.fc2(h, rows=rows)
+        if isinstance(self.fc2, RowParallelLinear) and self.fc2.quantizes_activations:  # not what wraps or replaces it
+            return self.fc2(h, rows=rows, activation=self.activation)
+        return self.fc2(activated(h, self.activation), rows=rows)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

@@ -1,0 +1,43 @@
+"""What an MLP applies between its two layers, and its gradient: one of `matmul`'s activations, or "swiglu".
+
+"swiglu" is silu(gate) * up of gate and up side by side [..., 2 F], gate first.
+"""
+
+import torch
+
+from tkernels.gemm import ACTIVATIONS, activation_reference
+
+KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
+GATES = {"swiglu": "silu"}  # the activation of the gate
+
+_aten = torch.ops.aten
+
+
+def parts_of(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """(what is multiplied by a gate or activated, the gate or None, the activation of matmul's)."""
+    if activation not in GATES:
+        return x, None, activation
+    gate, up = x.chunk(2, -1)
+    return up, gate, GATES[activation]
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """[..., F] -> [..., F], or of a gated activation [..., 2 F] -> [..., F]; differentiable."""
+    x, gate, activation = parts_of(x, activation)
+    return activation_reference(x, activation) if gate is None else activation_reference(gate, activation) * x
+
+
+def activated_gradient(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The gradient of `activated` at x, the same bits as autograd's."""
+    x, gate, activation = parts_of(x, activation)
+    if gate is None:
+        return _gradient(dy, x, activation)
+    return torch.cat((_gradient(dy * x, gate, activation), dy * activation_reference(gate, activation)), -1)
+
+
+def _gradient(dy: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "relu":
+        return _aten.threshold_backward(dy, x, 0)
+    if activation == "silu":
+        return _aten.silu_backward(dy, x)
+    return _aten.gelu_backward(dy, x, approximate="tanh" if activation == "gelu_tanh" else "none")
