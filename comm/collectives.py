@@ -483,7 +483,7 @@ class CollectiveCall(NamedTuple):
             raise ValueError(f"{self.operation}: max_programs={self.max_programs} must be positive")
         rows, shape, dtype, first_row = self.result(ctx, x)
         check = _check_out(self.operation, x, out, shape, dtype, first_row * math.prod(x.shape[1:]))
-        launch = _copy if ctx.size == 1 else self.bind(ctx, x, out, rows, dtype)
+        launch = (lambda x, out: out.copy_(x)) if ctx.size == 1 else self.bind(ctx, x, out, rows, dtype)
 
         def run(x, out):
             if check is None:
@@ -495,9 +495,6 @@ class CollectiveCall(NamedTuple):
             return out
 
         return run
-
-    def parts(self, ctx: Context, parts: list[int], x, out, dtypes, whole: bool = False) -> "_Parts":
-        return _Parts(ctx, parts, x, out, dtypes, self.max_programs, whole)
 
     def shared_sum(self, x: torch.Tensor) -> dict:
         same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
@@ -553,7 +550,8 @@ class AllGather(CollectiveCall):
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
         bits, width = _BITS[x.element_size()], math.prod(x.shape[1:])
-        return self.parts(ctx, [count * width for count in rows], x, out, (bits, bits)).gather(self.config)
+        parts = [count * width for count in rows]
+        return _Parts(ctx, parts, x, out, (bits, bits), self.max_programs).gather(self.config)
 
 
 def reduce_scatter(
@@ -591,8 +589,8 @@ class ReduceScatter(CollectiveCall):
 
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         width = math.prod(x.shape[1:])
-        parts = self.parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype))
-        return parts.reduce(OP_REDUCE_SCATTER, self.config)
+        parts = [count * width for count in rows]
+        return _Parts(ctx, parts, x, out, (x.dtype, dtype), self.max_programs).reduce(OP_REDUCE_SCATTER, self.config)
 
 
 def all_reduce(
@@ -627,16 +625,16 @@ class AllReduce(CollectiveCall):
         return None, tuple(x.shape), self.sum_dtype(x), 0
 
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
-        config, dtypes = self.config, (x.dtype, dtype)
-        vector = 16 // min(each.itemsize for each in dtypes)
+        config, of = self.config, (x, out, (x.dtype, dtype), self.max_programs)
+        vector = 16 // min(x.dtype.itemsize, dtype.itemsize)
         vectors = split_rows(-(-x.numel() // vector), ctx.size)
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
         if not copied and config.one_shot(x.numel() * x.element_size(), ctx, x.numel() * dtype.itemsize):
-            return self.parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, whole=True).reduce(OP_ALL_REDUCE, config)
+            return _Parts(ctx, [x.numel()] * ctx.size, *of, whole=True).reduce(OP_ALL_REDUCE, config)
         # Parts consist of whole 16-byte vectors, except that the end may be shorter.
         starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
         parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
-        return self.parts(ctx, parts, x, out, dtypes).reduce(OP_ALL_REDUCE, config, gather=True)
+        return _Parts(ctx, parts, *of).reduce(OP_ALL_REDUCE, config, gather=True)
 
 
 def barrier(ctx: Context):
@@ -793,10 +791,6 @@ class _Parts:
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
             maxnreg=self.options["maxnreg"], varying=("x", "out"),
         )  # fmt: skip
-
-
-def _copy(x: torch.Tensor, out: torch.Tensor):
-    out.copy_(x)
 
 
 def _check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
