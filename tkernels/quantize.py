@@ -285,46 +285,39 @@ class Quantize(NamedTuple):
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `tkernels.dequantize`."""
-    return local_calls.call((Dequantize, dtype), Dequantize(dtype).prepare, q, scale)
+    return local_calls.call((dequantize, dtype), lambda q, scale: _plan_dequantize(q, scale, dtype), q, scale)
 
 
-class Dequantize(NamedTuple):
-    """A call of `dequantize`."""
+def _plan_dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
+    device, shape = runtime.device(), q.shape
+    if q.dtype not in FP8 or scale.dtype != torch.float32 or dtype not in DTYPES:
+        raise TypeError(
+            f"dequantize: q is {q.dtype}, scale {scale.dtype} and dtype {dtype}, but they must be "
+            f"{' or '.join(map(str, FP8))}, torch.float32, and float32, float16 or bfloat16"
+        )
+    if q.dim() == 0 or scale.numel() != 1 and scale.shape != (*shape[:-1], 1):
+        raise ValueError(
+            f"dequantize: scale is {tuple(scale.shape)}, but must be one number, or one for each row of q "
+            f"{tuple(shape)}, that is {(*shape[:-1], 1)}"
+        )
+    if q.device != device or scale.device != device:
+        raise ValueError(f"dequantize: q is on {q.device}, scale on {scale.device}, but the operation on {device}")
+    if q.numel() == 0 or not _takes_fp8(device):
+        return lambda q, scale: (q.float() * scale).to(dtype)
+    columns = shape[-1] if scale.numel() > 1 else q.numel()
+    block = min(triton.next_power_of_2(columns), ELEMENTS // 2)
+    launch = PreparedLaunch(
+        dequantize_kernel, q.numel() // columns * triton.cdiv(columns, block), varying=("q", "scale", "x"),
+        q=q, scale=scale, scale_stride=int(scale.numel() > 1), x=torch.empty(0, dtype=dtype, device="meta"),
+        columns=columns, BLOCK=block, num_warps=8,
+    )  # fmt: skip
 
-    dtype: torch.dtype
+    def call(q, scale):
+        x = torch.empty(shape, dtype=dtype, device=device)
+        launch(q.contiguous(), scale.contiguous(), x)
+        return x
 
-    def prepare(self, q: torch.Tensor, scale: torch.Tensor):
-        """The function of tensors like these that carries out the call."""
-        device = runtime.device()
-        if q.dtype not in FP8 or scale.dtype != torch.float32 or self.dtype not in DTYPES:
-            raise TypeError(
-                f"dequantize: q is {q.dtype}, scale {scale.dtype} and dtype {self.dtype}, but they must be "
-                f"{' or '.join(map(str, FP8))}, torch.float32, and float32, float16 or bfloat16"
-            )
-        if q.dim() == 0 or scale.numel() != 1 and scale.shape != (*q.shape[:-1], 1):
-            raise ValueError(
-                f"dequantize: scale is {tuple(scale.shape)}, but must be one number, or one for each row of q "
-                f"{tuple(q.shape)}, that is {(*q.shape[:-1], 1)}"
-            )
-        if q.device != device or scale.device != device:
-            raise ValueError(f"dequantize: q is on {q.device}, scale on {scale.device}, but the operation on {device}")
-        shape = q.shape
-        if q.numel() == 0 or not _takes_fp8(device):
-            return lambda q, scale: (q.float() * scale).to(self.dtype)
-        columns = shape[-1] if scale.numel() > 1 else q.numel()
-        block = min(triton.next_power_of_2(columns), ELEMENTS // 2)
-        launch = PreparedLaunch(
-            dequantize_kernel, q.numel() // columns * triton.cdiv(columns, block), varying=("q", "scale", "x"),
-            q=q, scale=scale, scale_stride=int(scale.numel() > 1), x=torch.empty(0, dtype=self.dtype, device="meta"),
-            columns=columns, BLOCK=block, num_warps=8,
-        )  # fmt: skip
-
-        def call(q, scale):
-            x = torch.empty(shape, dtype=self.dtype, device=device)
-            launch(q.contiguous(), scale.contiguous(), x)
-            return x
-
-        return call
+    return call
 
 
 def transpose_quantized(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
