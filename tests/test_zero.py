@@ -338,9 +338,12 @@ def test_zero_optimizer_parameters_belong_to_the_newest_optimizer_and_then_to_no
         older.remove()
     if before == "dropped":
         seen = weakref.ref(older)
+        gc.disable()  # it lets go at once
         del older
-        gc.collect()
-        assert seen() is None
+        model(torch.ones(4, 6, device=ctx.device)).sum().backward()
+        gc.enable()
+        assert seen() is None and all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
     newer = optimizer(model)
     assert all(map(torch.equal, sgd_steps(ctx, model, newer), want))
     newer.remove()

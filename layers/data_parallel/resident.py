@@ -48,11 +48,15 @@ class ResidentEngine(Engine):
     def remove(self):
         """Let go of the parameters; this stream may use them. May be repeated."""
         self.ready()
-        for hook in self._hooks:
-            hook.remove()
+        self.unhook()
         for bucket in self.buckets:
             disown(bucket.layout.parameters, bucket.values)
         self.removed = True
+
+    def unhook(self):
+        """Take no gradient any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def check(self):
         """Raises LeaseError once the parameters are another's, or elsewhere."""

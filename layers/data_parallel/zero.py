@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import reprlib
+import weakref
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
@@ -167,6 +168,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             buckets.append(FlatGroup(layout, self._names, ctx, self._wires[ctx], reduce_dtype, divisor=self.ctx.size))
         self._engine, self._buckets = ResidentEngine(buckets, overlap=overlap_comm), buckets
         own(contexts, self)
+        weakref.finalize(self, self._engine.unhook).atexit = False  # at once: its units and it hold each other
         for unit in self._engine.units:
             unit.sync = not deferred  # deferred gradients come after backward: `step` reduces all of them
         self._overlap_gather = overlap_gather is not None
