@@ -36,10 +36,10 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     return (None, activation) if wants_gradient(*tensors) else (activation, None)
 
 
-def _check_without_gradient(name: str, tensors: dict, needed: int = 2):
+def _check_without_gradient(name: str, tensors: dict):
     """Check a call of float8 operands, or one with options that torch's operators have no words for.
 
-    Neither has a gradient. tensors: by name, the operands first; only the first `needed` of them can't be None.
+    Neither has a gradient. tensors: by name; only the first two, x and w, can't be None.
     """
     missing = [label for label in ("x_scale", "w_scale") if tensors[label] is None]
     fp8 = _is_scaled(next(iter(tensors.values())), tensors["x_scale"], tensors["w_scale"])
@@ -49,7 +49,7 @@ def _check_without_gradient(name: str, tensors: dict, needed: int = 2):
             f"both scales, fp32, for (x @ w.T) * x_scale * w_scale; pass torch.ones(1) where there is nothing to scale"
         )
     given = enumerate(tensors.items())
-    check_tensors(name, **{label: each for at, (label, each) in given if at < needed or each is not None})
+    check_tensors(name, **{label: each for at, (label, each) in given if at < 2 or each is not None})
     if not wants_gradient(*tensors.values()):
         return
     if fp8:
