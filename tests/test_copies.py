@@ -34,8 +34,7 @@ from tkernels.comm import WaitTimeoutError, copies, device, interpreter, mail
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
-from tkernels.matmul_all_reduce import matmul_all_reduce_reference
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference, matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

@@ -19,7 +19,7 @@ import tkernels
 from tkernels.comm import interpreter
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import ACTIVATIONS, DTYPES
-from tkernels.matmul_all_reduce import matmul_all_reduce_reference
+from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 # (M, N, K on each rank)

@@ -32,8 +32,7 @@ from tkernels.comm.device import (
 from tkernels.comm.device_simulated import delay
 from tkernels.comm.errors import WaitTimeoutError
 from tkernels.gemm import Matrix
-from tkernels.matmul_all_reduce import matmul_all_reduce_reference
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference, matmul_reduce_scatter_reference
 from tkernels.overlap import add_parts, store_part
 from tkernels.testing.compare import integers, poison
 

@@ -36,11 +36,11 @@ from tkernels.gemm import (
     Operand,
     Scales,
     Tile,
-    activation_reference,
     check_apart,
     check_dtype,
     check_operands,
     check_result,
+    matmul_reference,
     multiply,
     multiply_step,
     slices_of,
@@ -501,8 +501,4 @@ def all_gather_matmul_reference(group, x_shard_m, w, bias=None, activation=None)
     """The same with torch.distributed, in fp64: every rank's rows gathered, then one matmul."""
     shards = [None] * group.size()
     torch.distributed.all_gather_object(shards, x_shard_m.cpu(), group=group)
-    x = torch.cat(shards).to(w.device)
-    value = x.double() @ w.double().t()
-    if bias is not None:
-        value = value + bias.double()
-    return activation_reference(value, activation)
+    return matmul_reference(torch.cat(shards).to(w.device), w, bias, activation)

@@ -653,7 +653,9 @@ def activation_reference(value: torch.Tensor, activation: str | None) -> torch.T
 
 def matmul_reference(x, w, bias=None, activation=None) -> torch.Tensor:
     """`matmul` in torch, in fp64 [M, N]: the ground truth of tests and benchmarks."""
-    value = x.double() @ w.double().t()
-    if bias is not None:
-        value = value + bias.double()
-    return activation_reference(value, activation)
+    return finish_reference(x.double() @ w.double().t(), bias, activation)
+
+
+def finish_reference(total, bias, activation) -> torch.Tensor:
+    """activation(total + bias) in torch, of a total in fp64."""
+    return activation_reference(total if bias is None else total + bias.double(), activation)

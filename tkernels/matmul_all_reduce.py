@@ -6,10 +6,8 @@ Reduce-scatter and all-gather in one launch of the `matmul_reduce_scatter` kerne
 share of the rows and sends it to all others, so every rank holds the same bits.
 """
 
-import torch
-
 from tkernels.comm.device import operation
-from tkernels.matmul_reduce_scatter import MatmulReduceScatter, sum_reference
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 
 OP = operation("matmul_all_reduce")
 
@@ -20,8 +18,3 @@ class MatmulAllReduce(MatmulReduceScatter):
     __slots__ = ()
 
     operation, number, gather = "matmul_all_reduce", OP.value, True
-
-
-def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
-    """The same with torch.distributed, in fp64."""
-    return sum_reference(group, x_shard_k, w_shard_k, bias, activation)

@@ -65,9 +65,10 @@ from tkernels.gemm import (
     Operand,
     Scales,
     Tile,
-    activation_reference,
     check_dtype,
     check_result,
+    finish_reference,
+    matmul_reference,
     multiply_step,
     slices_of,
     tile_of,
@@ -613,15 +614,12 @@ def _copied(
 
 def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:
     """The same with torch.distributed, in fp64: the local GEMMs of all ranks summed, then this rank's rows."""
-    value = sum_reference(group, x_shard_k, w_shard_k, bias, activation)
+    value = matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias, activation)
     return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
 
 
-def sum_reference(group, x_shard_k, w_shard_k, bias, activation) -> torch.Tensor:
-    """All rows of `matmul_reduce_scatter_reference`, on every rank."""
+def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
+    """The same, with all rows on every rank."""
     products = [None] * group.size()
-    torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
-    value = sum(products).to(x_shard_k.device)
-    if bias is not None:
-        value = value + bias.double()
-    return activation_reference(value, activation)
+    torch.distributed.all_gather_object(products, matmul_reference(x_shard_k, w_shard_k).cpu(), group=group)
+    return finish_reference(sum(products).to(x_shard_k.device), bias, activation)
