@@ -9,7 +9,6 @@ Weak memory is not simulated: x86 is strongly ordered, so a missing release, acq
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -58,17 +57,12 @@ class _Settings:
             raise ValueError(f"resident={self.resident} programs in flight; at least 1 must be")
 
 
-_default = _Settings()
-_override: contextvars.ContextVar[_Settings | None] = contextvars.ContextVar("tkernels_execution", default=None)
-
-
-def _settings() -> _Settings:
-    return _override.get() or _default
+_settings = _Settings()
 
 
 @contextlib.contextmanager
 def execution(**settings):
-    """Set how kernels launched in this block (and this thread) run; settings that are not passed stay as they are.
+    """Set how kernels launched in this block run, by any thread; settings that are not passed stay as they are.
 
     resident: how many programs of a launch run at once, started in order of program id, x fastest. 1 runs them one by
         one.
@@ -77,22 +71,24 @@ def execution(**settings):
     rank: this process's rank in that draw.
     Raises ValueError for resident < 1.
     """
-    token = _override.set(dataclasses.replace(_settings(), **settings))
+    global _settings
+    before = _settings
+    set_default(**settings)
     try:
         yield
     finally:
-        _override.reset(token)
+        _settings = before
 
 
 def set_default(**settings) -> None:
-    """Like `execution`, but for the whole process; `install` calls it with TKERNELS_RESIDENT and TKERNELS_JITTER."""
-    global _default
-    _default = dataclasses.replace(_default, **settings)
+    """Like `execution`, but from now on; `install` calls it with TKERNELS_RESIDENT and TKERNELS_JITTER."""
+    global _settings
+    _settings = dataclasses.replace(_settings, **settings)
 
 
 def resident() -> int:
     """How many programs of one launch may be in flight at once; a program may only wait for one of these."""
-    return _settings().resident
+    return _settings.resident
 
 
 def integer_from_environment(name: str, default: int | None = None) -> int | None:
@@ -119,14 +115,7 @@ class _Launch:
     def __init__(self, kernel: str, grid: tuple[int, int, int], settings: _Settings):
         self.kernel, self.grid, self.settings = kernel, grid, settings
         self.number = next(settings.launches)
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def abort(self, error: BaseException) -> None:
-        """End the launch because of `error`; only the first error is kept."""
-        with self._lock:
-            if self.error is None:
-                self.error = error
+        self.errors: list[BaseException] = []  # the first one ends the launch
 
 
 class _Program:
@@ -154,7 +143,7 @@ def launch_number() -> int | None:
 def aborted() -> bool:
     """Whether another program of the calling program's launch has failed. Waits inside a kernel poll this."""
     program = _current()
-    return program is not None and program.launch.error is not None
+    return program is not None and bool(program.launch.errors)
 
 
 def raise_if_aborted():
@@ -203,12 +192,12 @@ def meanwhile(task):
     The task counts as a program for `jitter` and `aborted`; for it, `aborted` is true once the block has raised.
     Re-raises the exception of `task`, unless the block itself has raised.
     """
-    launch = _Launch("meanwhile", (1, 1, 1), _settings())
+    launch = _Launch("meanwhile", (1, 1, 1), _settings)
     ended = _workers.submit(_run_program, task, launch, (0, 0, 0))
     try:
         yield
     except BaseException as error:
-        launch.abort(error)
+        launch.errors.append(error)
         raise
     finally:
         _wait([ended])
@@ -237,7 +226,7 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
     def run_programs():
         # A GPU does not warn about overflow. NumPy keeps this setting per thread.
         with np.errstate(all="ignore"):
-            while launch.error is None:
+            while not launch.errors:
                 with lock:
                     index = next(indices, None)
                 if index is None:
@@ -245,18 +234,18 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
                 try:
                     _run_program(body, launch, index)
                 except BaseException as error:
-                    launch.abort(error)
+                    launch.errors.append(error)
 
     try:
         while len(started) < num_threads:
             started.append(_workers.submit(run_programs))
         _wait(started)
     except BaseException as interrupt:
-        launch.abort(interrupt)
+        launch.errors.append(interrupt)
         futures.wait(started, INTERRUPT_GRACE_S)
         raise
-    if launch.error is not None:
-        raise launch.error
+    if launch.errors:
+        raise launch.errors[0]
 
 
 def _launch_kernel(executor, *args, **kwargs):
@@ -280,9 +269,8 @@ def _launch_kernel(executor, *args, **kwargs):
     # x fastest, the order of a GPU's block scheduler
     indices = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
     num_programs = grid[0] * grid[1] * grid[2]
-    settings = _settings()
-    num_threads = min(settings.resident, num_programs)
-    launch = _Launch(kernel, grid, settings)
+    num_threads = min(_settings.resident, num_programs)
+    launch = _Launch(kernel, grid, _settings)
     body = functools.partial(executor.fn, **arguments)
     if num_threads > 1:
         _run_together(body, launch, indices, num_threads)
