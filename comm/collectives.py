@@ -652,7 +652,7 @@ class Barrier(NamedTuple):
         return {}
 
     def prepare(self, ctx: Context):
-        workspace = ctx.workspace().reserve(0, 1)
+        workspace = ctx.workspace().reserve(num_chunks=1)
         return ctx.bind_call(barrier_kernel, 1, workspace, OP_BARRIER, num_warps=1)
 
 
@@ -782,7 +782,7 @@ class _Parts:
             return None
         words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, in all trips
         name = "lamport" if reduce else "packets"
-        workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
+        workspace = ctx.workspace().reserve(**{f"num_{name}": ctx.size * blocks * words})
         return ctx.bind_call(
             packets_kernel, min(self.num_programs, blocks), workspace, operation, x=self.x, out=self.out,
             packets=getattr(workspace, name), inbox_stride=getattr(workspace, f"num_{name}"),

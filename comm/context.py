@@ -377,7 +377,7 @@ class Context:
         `Workspace.words` come from there.
         landing: data arrives in the landing.  copies: what the copy engine sends, if it does.
         """
-        workspace.reserve(0, 0, num_counters=arguments.get("num_counters", 0))
+        workspace.reserve(num_counters=arguments.get("num_counters", 0))
         shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
         words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
         copied = copies is not None

@@ -118,21 +118,14 @@ class Workspace:
         self.counters, self.scratch = self._make(torch.zeros, 0), self._make(torch.empty, 0, torch.uint8)
 
     @capture.lasting()
-    def reserve(
-        self,
-        inbox_bytes: int,
-        num_chunks: int,
-        scratch_bytes: int = 0,
-        num_counters: int = 0,
-        num_packets: int = 0,
-        num_lamport: int = 0,
-        landing_bytes: int = 0,
-    ) -> "Workspace":
-        """Make room for at least this much. Collective if it grows, so all ranks must ask for the same."""
-        asked = Room(inbox_bytes, num_chunks, num_packets, num_lamport, landing_bytes)
+    def reserve(self, *, scratch_bytes: int = 0, num_counters: int = 0, **room: int) -> "Workspace":
+        """Make room for at least this much; room: by the names of `Room`.
+
+        Collective if that grows, so all ranks must ask for the same.
+        """
+        asked = Room(**room)
         if any(more > has for more, has in zip(asked, self.room, strict=True)):
-            least = Room(0, MIN_CHUNKS, *self._least_packets())
-            needed = Room(*map(max, asked, self.room, least))
+            needed = Room(*map(max, asked, self.room, Room(0, MIN_CHUNKS, *self._least_packets())))
             grown = ("inbox_bytes", "num_chunks", "landing_bytes")
             ahead = {name: self._ahead(getattr(needed, name), getattr(self.room, name)) for name in grown}
             try:
@@ -289,10 +282,10 @@ class Inbox(NamedTuple):
         row_bytes = columns * dtype.itemsize
         num_bytes = max(rows, 4) * row_bytes + 4 * numbers
         if landing:
-            workspace = ctx.workspace().reserve(least, chunks, landing_bytes=num_bytes)
+            workspace = ctx.workspace().reserve(inbox_bytes=least, num_chunks=chunks, landing_bytes=num_bytes)
             memory, stride = workspace.landing, 0
         else:
-            workspace = ctx.workspace().reserve(max(least, num_bytes), chunks)
+            workspace = ctx.workspace().reserve(inbox_bytes=max(least, num_bytes), num_chunks=chunks)
             # The second inbox begins at the first whole row past the first one's bytes, and at an even one: finished
             # rows may be fp32, and two 16-bit rows are whole fp32 words.
             memory, stride = workspace.inbox, -(-workspace.inbox_bytes // row_bytes)

@@ -505,14 +505,14 @@ def test_sizes_that_grow_one_by_one_rarely_outgrow_the_workspace_and_take_all_th
         workspace, grown = fresh.workspace(), []
         with mock.patch.object(Workspace, "_grow", autospec=True, side_effect=Workspace._grow) as grow:
             for kibibytes in range(1, 400):
-                workspace.reserve(kibibytes << 10, kibibytes, scratch_bytes=kibibytes << 10)
+                workspace.reserve(inbox_bytes=kibibytes << 10, num_chunks=kibibytes, scratch_bytes=kibibytes << 10)
                 grown.append(workspace.scratch.data_ptr())
             assert grow.call_count < 30 and len(set(grown)) < 30
             assert workspace.inbox_bytes <= (400 << 10) + (8 << 20) // 32
         needed, exact = 3_150_000, 0
         with pytest.raises(HeapExhaustedError):
             while True:
-                workspace.reserve(needed, 1)
+                workspace.reserve(inbox_bytes=needed, num_chunks=1)
                 exact += needed <= workspace.inbox_bytes < needed + 256
                 needed = workspace.inbox_bytes + 8192
         assert exact  # at last, where the heap has no room ahead
@@ -528,7 +528,7 @@ def test_a_workspace_grows_into_zeros_and_nobody_signals_before_every_rank_has_t
             with_ones = fresh.empty(2 << 20, dtype=torch.int8)
             with_ones.fill_(1)
             fresh.free(with_ones)
-            workspace = fresh.workspace().reserve(inbox_bytes, 1)
+            workspace = fresh.workspace().reserve(inbox_bytes=inbox_bytes, num_chunks=1)
             assert not any(getattr(workspace, name).any() for name in words)
             ctx.group.barrier()  # nobody calls before all have looked
             assert tkernels.all_gather(torch.ones(1, device=ctx.device), ctx=fresh).tolist() == [1.0] * 2

@@ -568,7 +568,7 @@ def test_gradients_are_multiplied_where_the_gathered_rows_landed(ctx):
 def test_a_workspace_counts_the_landing(ctx):
     with tkernels.init(heap_bytes=64 << 20) as context:
         x, w, want = operands(ctx, RS, (512, 512), 512, 16, torch.bfloat16, 1)
-        before = context.workspace().reserve(0, 1).nbytes
+        before = context.workspace().reserve(num_chunks=1).nbytes
         assert torch.equal(by_copies(context, RS, x, w), want)
         workspace = context.workspace()
         assert workspace.nbytes >= before + workspace.landing.nbytes + workspace.scratch.nbytes

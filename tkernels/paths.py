@@ -26,7 +26,7 @@ from tkernels.choice import problem_of, product_way, product_ways
 from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.regions import ALIGNMENT, round_up
+from tkernels.comm.regions import Regions
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, check_result, layout_of, multiply, plan_finish, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
@@ -310,10 +310,6 @@ def plan_matmul_reduce(
 
 def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
     """Workspace tensors of these shapes and dtypes for one call, so that a captured call allocates only its result."""
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
-    starts = [sum(round_up(size, ALIGNMENT) for size in sizes[:number]) for number in range(len(sizes) + 1)]
-    memory = ctx.workspace().reserve(0, 0, starts[-1]).scratch
-    return [
-        memory[start : start + size].view(dtype).view(shape)
-        for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)
-    ]
+    plan = Regions(**{str(number): each for number, each in enumerate(wanted)})
+    memory = ctx.workspace().reserve(scratch_bytes=plan.num_bytes).scratch
+    return [plan.view(memory, str(number)) for number in range(len(wanted))]
