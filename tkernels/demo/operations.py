@@ -32,8 +32,7 @@ class OperatorCounter(TorchDispatchMode):
 
     def __init__(self, ctx: Context):
         super().__init__()
-        self.ctx = ctx
-        self.spans, self.sent_bytes = {}, {}  # by operation: [(start, end)] of the calls, bytes
+        self.ctx, self.calls = ctx, {}  # by operation: (start, end, sent bytes) of each call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "tkernels":
@@ -42,8 +41,7 @@ class OperatorCounter(TorchDispatchMode):
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         start = self._now()
         result = func(*args, **(kwargs or {}))
-        self.spans.setdefault(name, []).append((start, self._now()))
-        self.sent_bytes[name] = self.sent_bytes.get(name, 0) + _sent_bytes(name, arguments, self.ctx)
+        self.calls.setdefault(name, []).append((start, self._now(), _sent_bytes(name, arguments, self.ctx)))
         return result
 
     def _now(self):
@@ -57,12 +55,12 @@ class OperatorCounter(TorchDispatchMode):
         """What this rank called. Waits for the device."""
         torch.get_device_module(self.ctx.device).synchronize()
         operations = []
-        for name, spans in sorted(self.spans.items()):
+        for name, calls in sorted(self.calls.items()):
             if self.ctx.device.type == "cuda":
-                seconds = sum(start.elapsed_time(end) for start, end in spans) / 1e3
+                seconds = sum(start.elapsed_time(end) for start, end, _ in calls) / 1e3
             else:
-                seconds = sum(end - start for start, end in spans)
-            operations.append(Operation(name, len(spans), self.sent_bytes[name], seconds))
+                seconds = sum(end - start for start, end, _ in calls)
+            operations.append(Operation(name, len(calls), sum(sent for *_, sent in calls), seconds))
         return operations
 
 

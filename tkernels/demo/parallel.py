@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import tkernels
 from tkernels.comm.context import Context
-from tkernels.comm.regions import round_up
 from tkernels.demo import training
 from tkernels.demo.model import Block, ModelConfig, Transformer, shard
 from tkernels.demo.operations import CountingCommunicator
@@ -37,12 +36,14 @@ class Parallel:
     recipe of the linear layers that are split, or None.
 
     name: as --parallel takes it.
+    divided: the sizes of ModelConfig that ranks divide.
     share: a rank's part, in words.
     model: afterwards, the modules whose parameters the rank holds between two steps.
     messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
     """
 
     name: str
+    divided: tuple[str, ...]
     share: str
     messages: dict[str, tuple[int, int]] = {}
 
@@ -50,11 +51,6 @@ class Parallel:
         self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float, float8: str | None = None
     ):
         self.model, self.config, self.ctx, self.loss_scale, self.float8 = model, config, ctx, loss_scale, float8
-
-    @staticmethod
-    def sizes(ranks: int) -> dict[str, int]:
-        """The sizes of ModelConfig that must change to be divisible by the ranks."""
-        raise NotImplementedError
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
@@ -83,11 +79,7 @@ class Parallel:
 class TensorParallel(Parallel):
     """Tensor and sequence parallel: linear layers split by heads and features, the rest by positions."""
 
-    name = "tp"
-
-    @staticmethod
-    def sizes(ranks):
-        return {"sequence": round_up(training.SEQUENCE, ranks), "heads": round_up(training.HEADS, ranks)}
+    name, divided = "tp", ("sequence", "heads")
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -109,11 +101,7 @@ class TensorParallel(Parallel):
 class PipelineParallel(Parallel):
     """Pipeline parallel, 1F1B: stages with equally many blocks; the first adds the embeddings, the last the head."""
 
-    name = "pp"
-
-    @staticmethod
-    def sizes(ranks):
-        return {"layers": max(training.LAYERS, ranks)}
+    name, divided = "pp", ("layers",)
 
     def __init__(self, model, *arguments):
         super().__init__(model, *arguments)
@@ -162,14 +150,11 @@ class _SequencesApart(Parallel):
     """Base class of data-parallel ways: every rank has a share of a batch's sequences.
 
     what: of the model or the optimizer, a rank has. forward: the module to call, if it is not the model itself.
+    split: gives the model to the system that splits the training.
     """
 
+    divided = ("batch",)
     what = "1 of {ranks} parts of each parameter"
-    forward: nn.Module
-
-    @staticmethod
-    def sizes(ranks):
-        return {"batch": round_up(training.BATCH, ranks)}
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -177,10 +162,6 @@ class _SequencesApart(Parallel):
         self.share = f"{batch // R} of {batch} sequences and {self.what.format(ranks=R)}"
         self.forward = self.model
         self.split()
-
-    def split(self):
-        """Split the training: give the model to the system that does it."""
-        raise NotImplementedError
 
     def step(self, tokens, targets):
         tokens, targets = (part.chunk(self.ctx.size, dim=1)[self.ctx.rank] for part in (tokens, targets))

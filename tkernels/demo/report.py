@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -63,7 +64,7 @@ class Report:
                 table.add_column(name, justify="right")
             for row in operations:
                 took = "-" if row.seconds is None else f"{row.seconds:.2f}"
-                table.add_row(row.operation, f"{row.calls}", _bytes(row.sent_bytes), took)
+                table.add_row(row.operation, f"{row.calls}", decimal(row.sent_bytes), took)
             self.console.print(Padding(table, (1, 0, 0, 2), expand=False))
         within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
         facts = {"gradients": within, "picture": plot, "time": f"{seconds:.0f} s"}
@@ -74,14 +75,6 @@ class Report:
             within = max(step.difference for step in steps)
             verdict = f"sharded and unsharded losses agree: {len(steps)} steps, {losses}, within {within:.1e}"
         self.console.print(Text(verdict, style="bold red" if problem else "bold green"))
-
-
-def _bytes(number: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
 
 
 def check_picture(path: Path):

@@ -58,6 +58,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tkernels.comm.context import Context
+from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, result_dtype
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
@@ -65,10 +66,8 @@ from tkernels.demo.operations import Operation, OperatorCounter
 from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.shapes import WITH_FP8
 
-SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # sizes that are split are rounded up to a multiple of R
-LEARNING_RATE = 2e-2
-ADAM_EPSILON = 1e-2
-ADAM = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": ADAM_EPSILON}
+SIZES = {"sequence": 32, "batch": 8, "heads": 4, "layers": 2}  # those that ranks divide are rounded up to multiples
+ADAM = {"lr": 2e-2, "betas": (0.9, 0.95), "eps": 1e-2}
 FP16_LOSS_SCALE = 1024.0  # fp16's smallest normal number is 6e-5; many gradients are smaller
 ROUNDINGS_PER_LAYER = 10  # norm, qkv, attention, proj, sum; norm, fc1, gelu, fc2, sum
 FLOAT8 = "rowwise"  # the recipe of layers in FP8
@@ -164,7 +163,7 @@ class _Training:
     def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type):
         self.dtype, self.steps = dtype, 0
         self.text = Text.of_python_help()
-        sizes = {"sequence": SEQUENCE, "batch": BATCH, "heads": HEADS, "layers": LAYERS} | kind.sizes(ctx.size)
+        sizes = {name: round_up(size, ctx.size if name in kind.divided else 1) for name, size in SIZES.items()}
         self.config = ModelConfig(vocabulary=len(self.text.vocabulary), **sizes)
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
