@@ -10,42 +10,26 @@ from triton.language import core
 SIGNAL_SET = core.constexpr(9)
 SIGNAL_ADD = core.constexpr(10)
 
-_INT32, _INT64, _UINT64 = core.int32, core.int64, core.uint64
+
+def _function(name: str, *types):
+    """The extern of that name, of arguments of these types."""
+
+    @core.extern
+    def call(*arguments, _semantic=None):
+        # extern_elementwise looks the function up by the exact types of its arguments, so they are cast here.
+        arguments = [_semantic.to_tensor(argument) for argument in arguments]
+        arguments = [core.cast(a, t, _semantic=_semantic) for a, t in zip(arguments, types, strict=True)]
+        found = {types: (name, core.int32)}
+        return core.extern_elementwise("", "", arguments, found, is_pure=False, _semantic=_semantic)
+
+    return call
 
 
-def _call(name, result, arguments, types, semantic):
-    # extern_elementwise looks the function up by the exact types of its arguments, so they are cast here.
-    arguments = [semantic.to_tensor(argument) for argument in arguments]
-    arguments = [core.cast(a, t, _semantic=semantic) for a, t in zip(arguments, types, strict=True)]
-    return core.extern_elementwise(
-        "", "", arguments, {tuple(types): (name, result)}, is_pure=False, _semantic=semantic
-    )
-
-
-@core.extern
-def putmem_block(dst, src, num_bytes, pe, _semantic=None):
-    types = [_INT64, _INT64, _INT64, _INT32]
-    return _call("nvshmemx_putmem_block", _INT32, [dst, src, num_bytes, pe], types, _semantic)
-
-
-@core.extern
-def getmem_block(dst, src, num_bytes, pe, _semantic=None):
-    types = [_INT64, _INT64, _INT64, _INT32]
-    return _call("nvshmemx_getmem_block", _INT32, [dst, src, num_bytes, pe], types, _semantic)
-
-
-@core.extern
-def putmem_signal_block(dst, src, num_bytes, signal, value, operation, pe, _semantic=None):
-    types = [_INT64, _INT64, _INT64, _INT64, _UINT64, _INT32, _INT32]
-    arguments = [dst, src, num_bytes, signal, value, operation, pe]
-    return _call("nvshmemx_putmem_signal_block", _INT32, arguments, types, _semantic)
-
-
-@core.extern
-def fence(_semantic=None):
-    return core.extern_elementwise("", "", [], {(): ("nvshmem_fence", _INT32)}, is_pure=False, _semantic=_semantic)
-
-
-@core.extern
-def quiet(_semantic=None):
-    return core.extern_elementwise("", "", [], {(): ("nvshmem_quiet", _INT32)}, is_pure=False, _semantic=_semantic)
+_MOVED = core.int64, core.int64, core.int64  # dst, src, num_bytes
+putmem_block = _function("nvshmemx_putmem_block", *_MOVED, core.int32)  # pe
+getmem_block = _function("nvshmemx_getmem_block", *_MOVED, core.int32)
+putmem_signal_block = _function(  # signal, value, operation, pe
+    "nvshmemx_putmem_signal_block", *_MOVED, core.int64, core.uint64, core.int32, core.int32
+)
+fence = _function("nvshmem_fence")
+quiet = _function("nvshmem_quiet")
