@@ -54,12 +54,15 @@ from tkernels.quantize import quantize as _quantize
 ops = types.SimpleNamespace()  # the functions of the operators
 
 
-def _matmul_backward(ctx, dy):
+def _matmul_backward(ctx, dy, name="matmul", replicas=None):
+    """replicas: the name of the context whose ranks all have dy."""
     x, w = ctx.saved_tensors
-    dy = _gradient("matmul", x, dy, ctx.options[0])
+    dy = _gradient(name, x, dy, ctx.options[0])
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dbias = dy.sum(0) if need_bias else None
+    dy = dy if replicas is None else replicated(dy, replicas)
     dx, dw = _product(dy, w) if need_x else None, _product(dy.t(), x) if need_w else None
-    return dx, dw, dy.sum(0) if need_bias else None, *_none_of(ctx)
+    return dx, dw, dbias, *_none_of(ctx)
 
 
 def _matmul_impl(x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_accum=True):
@@ -382,23 +385,11 @@ def _matmul_all_reduce_fake(
     return _product_fake(x_shard_k.shape[0], x_shard_k, w_shard_k, out_dtype)
 
 
-def _matmul_all_reduce_backward(ctx, dy):
-    activation, context, *_ = ctx.options
-    x, w = ctx.saved_tensors
-    dy = _gradient("matmul_all_reduce", x, dy, activation)
-    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    dbias = dy.sum(0) if need_bias else None  # equal on all ranks, as dy is
-    dy = replicated(dy, context)
-    dx = _product(dy, w) if need_x else None
-    dw = _product(dy.t(), x) if need_w else None
-    return dx, dw, dbias, *_none_of(ctx)
-
-
 ops.matmul_all_reduce = define(
     "matmul_all_reduce" + _REDUCTION.format(rows=""),
     _matmul_all_reduce_impl,
     _matmul_all_reduce_fake,
-    _matmul_all_reduce_backward,
+    lambda ctx, dy: _matmul_backward(ctx, dy, "matmul_all_reduce", replicas=ctx.options[1]),
     saved=2,
 )
 
