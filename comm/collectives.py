@@ -78,16 +78,15 @@ class CollectiveConfig:
         twice the bytes. The nvshmem transport has no packets.
     lamport_bytes, scatter_bytes: an all-reduce sends packets if a rank receives at most lamport_bytes from all ranks,
         over both trips if there are two. A reduce-scatter must meet both limits. lamport_bytes None: the room that the
-        context reserves from its first call on, so that a capture after large calls needs no more. 2 H200s, us as
-        packets / in chunks: all-reduces of 16 KB 8.7/11.0, of 1 MB 12.1/14.8, of 2 MB 18.0/18.9, of 4 MB 31.0/26.2;
-        reduce-scatters, which have half the programs, of 1 MB 13.3/13.7, of 2 MB 20.1/16.7.
+        context reserves from its first call on, so that a capture after large calls needs no more. Reduce-scatters
+        have half the programs of an all-reduce, so packets pay for fewer bytes.
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot if that sends at most this many bytes more than two shots,
         in chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
         among 4. As packets they need only another trip, and are never slower than one shot in chunks (4 H200s).
     copy_bytes: parts of at least this size are sent by the copy engine, if all ranks' memory is mapped. All-reduces
         sent that way take two shots.
-        2 H200s, us in chunks / by the copy engine / NCCL, parts of 16 MB: all-gathers 103/80/92, reduce-scatters
-        104/94/94, all-reduces 155/141/139; of 8 MB 48/50/58, 54/61/55, 77/89/80.
+
+    The times that these limits come from, on H200s, are in bench/LOG.md, 2026-11-22 and 23.
     """
 
     packet_bytes: int = PACKET_BYTES

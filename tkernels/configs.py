@@ -16,11 +16,10 @@ LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 MIN_CHUNK_ROWS = 16
 COUNT = (1 << 31) - 1  # most that a kernel's argument counts; tiles end before, at Triton's 2**20 elements of a tensor
 # Copies to each peer, in a reduction: a single copy could begin only after the last tile for that peer. Least size of
-# each copy where a peer gets several. rs-e on 4 H200s: 844 us with two copies of 6 MB to each peer, 869 with one.
+# each copy where a peer gets several.
 COPIES, PIECE_BYTES = 2, 6 << 20
 # Most elements that an interleaved program copies per step while it holds the accumulator of a tile: between two ranks,
-# and among more, where larger steps spill. All-reduces on 2 H200s with 16384 instead of 8192: llama70b-o 858 us instead
-# of 869, rs-c 356 instead of 360, llama8b-down 700 instead of 704.
+# and among more, where larger steps spill (bench/LOG.md has the times of both, and of one copy and two, 2026-11-22).
 INTERLEAVED_BLOCK = 16384, 8192
 
 
