@@ -11,7 +11,7 @@ import math
 import torch
 
 from tkernels.comm import capture
-from tkernels.comm.allocator import common, first_fit, merged
+from tkernels.comm.allocator import common, first_fit
 from tkernels.comm.arguments import check_torch_dtype, check_type, switch, whole
 from tkernels.comm.errors import HeapExhaustedError, MismatchError
 from tkernels.comm.group import Group, listed
@@ -39,13 +39,6 @@ class SymmetricHeap:
     def held_bytes(self) -> int:
         """Of the tensors that this rank has allocated, and of what is set aside for captures."""
         return sum(self._held.values())
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest tensor that `empty` would give, as far as this rank knows."""
-        ranges = merged([*self.segment.space.free, *self._freed.items(), self._reserve])
-        left = self.num_bytes - self.held_bytes + self._reserve[1]
-        return min(left, max((size for _, size in ranges), default=0))
 
     @capture.lasting()
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

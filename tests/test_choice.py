@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from transports import forget_choices
 
 from tkernels import choice
-from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_config, problem_of
+from tkernels.choice import choices_of, gemm_config, overlap_config, problem_of
 from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
@@ -258,7 +259,7 @@ def test_gemm_config_of_wider_results_has_a_stage_less():
     assert stages == [4, 4, 3]
 
 
-def test_forget_choices_lets_records_be_read_again(monkeypatch):
+def test_gemm_config_and_overlap_config_read_records_again_once_choices_are_forgotten(monkeypatch):
     ctx, saved = Stub(), []
     monkeypatch.setattr(choice.tuned, "known", lambda *_, **__: list(saved))
     monkeypatch.setattr(choice, "current_context", mock.Mock(side_effect=TkernelsError("no context")))

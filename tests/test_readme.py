@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transports import forget_choices
 
 import tkernels
 import tkernels.layers
-from tkernels.choice import forget_choices
 from tkernels.variants import variants
 
 ROOT = Path(__file__).parent.parent

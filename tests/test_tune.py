@@ -15,10 +15,11 @@ from unittest import mock
 
 import pytest
 import torch
+from transports import forget_choices
 
 import tkernels
 from tkernels import cli, model, tune_command, tuned
-from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_config, problem_of
+from tkernels.choice import choices_of, gemm_config, overlap_config, problem_of
 from tkernels.comm import runtime
 from tkernels.configs import GemmConfig, OverlapConfig, with_room_for
 from tkernels.gemm import layout_of, precision

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
-from tkernels import gemm
+from tkernels import choice, gemm
 from tkernels.choice import overlap_config, product_way, product_ways
 from tkernels.comm import runtime
+from tkernels.comm.allocator import merged
 from tkernels.comm.calls import LocalCalls
 from tkernels.comm.device import TIMEOUT_NS
 from tkernels.comm.launch import PreparedLaunch
@@ -61,6 +62,20 @@ def over(ctx, transport, **options):
 def fewer(cases, transport):
     """The first three over nvshmem, where each case's kernel takes three times as long to compile; else all."""
     return cases[:3] if transport == "nvshmem" else cases
+
+
+def largest_free(heap) -> int:
+    """Bytes of the largest tensor that `heap.empty` would give, as far as this rank knows."""
+    ranges = merged([*heap.segment.space.free, *heap._freed.items(), heap._reserve])
+    left = heap.num_bytes - heap.held_bytes + heap._reserve[1]
+    return min(left, max((size for _, size in ranges), default=0))
+
+
+def forget_choices(ctx):
+    """Drop what is known of records, all choices, and the calls prepared by them; the next call reads the records."""
+    choice._choices.pop(ctx, None)
+    choice._choices_without_context.cache_clear()
+    choice.forget_calls(ctx)
 
 
 def poison_workspace(ctx):

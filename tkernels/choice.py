@@ -93,13 +93,6 @@ def _choices_without_context() -> Choices:
     return Choices(tuned.known(1, tuned.LOCAL))
 
 
-def forget_choices(ctx: Context):
-    """Drop what is known of records, all choices, and the calls prepared by them; the next call reads the records."""
-    _choices.pop(ctx, None)
-    _choices_without_context.cache_clear()
-    forget_calls(ctx)
-
-
 def forget_calls(ctx: Context):
     """Drop the prepared calls that were made from choices which have changed since."""
     ctx.forget_calls()
