@@ -205,7 +205,7 @@ class Group:
             yield
         except Exception as error:
             mine = error
-        kind = next((kind for kind in (TypeError, ValueError) if isinstance(mine, kind)), TkernelsError)
+        kind = next((kind for kind in (TypeError, ValueError, MismatchError) if isinstance(mine, kind)), TkernelsError)
         errors = self.gather(mine and (kind, str(mine)), call)
         if len(set(errors)) > 1:
             rank = next(rank for rank, error in enumerate(errors) if error)

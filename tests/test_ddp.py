@@ -676,8 +676,11 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
         OverlappedDDP(model, mesh=ctx, backend="nccl")
     with pytest.raises(TypeError, match="^OverlappedDDP: mesh: takes a Context, a ProcessGroup or .*, not str"):
         OverlappedDDP(model, mesh="dp")
-    with pytest.raises(TypeError, match="weight: sums float32, float16 and bfloat16, not torch.float64"):
+    with pytest.raises(TypeError, match="weight: backend='tkernels' sums .*, not torch.float64"):
         OverlappedDDP(copy.deepcopy(model).double(), mesh=ctx)
+    with pytest.raises(ValueError, match=r"weight is on meta, .* move the model \(on rank 1\)") as error:
+        OverlappedDDP(copy.deepcopy(model).to("meta" if ctx.rank == 1 else ctx.device), mesh=ctx)
+    message_on_every_rank(ctx, error.value)
     with pytest.raises(ValueError, match="nothing to train"):
         OverlappedDDP(copy.deepcopy(model).requires_grad_(False), mesh=ctx)
     with pytest.raises(RuntimeError, match="no shards to gather"):
@@ -701,6 +704,15 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
     with pytest.raises(MismatchError, match="values of rank 0 and rank 1 differ in bias .*; begin with the same"):
         OverlappedDDP(model, mesh=ctx)
     model.bias.data.zero_()
+
+    double = copy.deepcopy(model).double()  # which torch sums, too
+    for options in ({}, {"grad_dtype": torch.float32, "use_distributed_optimizer": True}):
+        ddp = OverlappedDDP(double, mesh=ctx, backend="torch", **options)
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+        ddp(torch.full((1, 4), ctx.rank + 1.0, dtype=torch.float64, device=ctx.device)).sum().backward()
+        optimizer.step()
+        ddp.remove()
+    assert double.weight.eq(-2 * 1.5).all()
 
     ddp = OverlappedDDP(model, mesh=ctx.group.process_group, backend="torch")
     ddp.remove()

@@ -40,7 +40,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.arguments import check_type
-from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import checksum
@@ -49,7 +48,7 @@ from tkernels.layers.data_parallel.layout import in_buckets
 from tkernels.layers.data_parallel.norms import counts, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
-from tkernels.layers.data_parallel.wire import open_wire
+from tkernels.layers.data_parallel.wire import Wire, open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.lease import shared_comm_stream
@@ -129,7 +128,7 @@ class OverlappedDDP(nn.Module):
             check_type("OverlappedDDP: bucket_size", bucket_size, numbers.Real | None, "a number of elements, or None")
             if bucket_size is not None and not bucket_size >= 1:
                 raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
-            _check_parameters(params, grad_dtype)
+            _check_parameters(params, whole, grad_dtype)
             if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
                 raise ValueError(
                     f"OverlappedDDP: num_distributed_optimizer_instances={num_distributed_optimizer_instances} must "
@@ -590,7 +589,7 @@ def _kind(parameter: nn.Parameter) -> tuple:
     return parameter.dtype, is_partial(parameter)
 
 
-def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype | None):
+def _check_parameters(params: dict[str, nn.Parameter], wire: Wire, grad_dtype: torch.dtype | None):
     if not params:
         raise ValueError("OverlappedDDP: no parameter of the module requires a gradient; there is nothing to train")
     first, device = next((name, param.device) for name, param in params.items())
@@ -598,9 +597,7 @@ def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype |
         check_free(f"OverlappedDDP: {name}", param, OverlappedDDP, GradReadyHooks, Values)
         if param.device != device:
             raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
-        for dtype in (param.dtype, grad_dtype or param.dtype):
-            if dtype not in SUMMED:
-                raise TypeError(f"OverlappedDDP: {name}: sums float32, float16 and bfloat16, not {dtype}")
+        wire.check(f"OverlappedDDP: {name}", param, grad_dtype or param.dtype)
 
 
 @contextlib.contextmanager

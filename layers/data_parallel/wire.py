@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import tkernels
 from tkernels.comm import runtime, stream_order
+from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
 from tkernels.comm.contexts import programs_at_once, shared_over
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
@@ -56,6 +57,14 @@ class Wire:
     def __init__(self, group: Group):
         self.group, self.rank, self.size = group, group.rank, group.size
 
+    def check(self, what: str, parameter: torch.Tensor, dtype: torch.dtype):
+        """Raises TypeError or ValueError unless the parameter's gradient can be summed, in this dtype, where it is.
+
+        what: the caller and the parameter, for the error.
+        """
+        if not (parameter.is_floating_point() and dtype.is_floating_point):
+            raise TypeError(f"{what}: takes floating-point parameters and sums, not {parameter.dtype} and {dtype}")
+
     def part(self, x: torch.Tensor, rows: tuple[int, ...] | None = None) -> torch.Tensor:
         """This rank's part of x, a view."""
         rows = [x.numel() // self.size] * self.size if rows is None else rows
@@ -92,6 +101,16 @@ class TkernelsWire(Wire):
     def __init__(self, ctx: Context):
         super().__init__(ctx.group)
         self.ctx = ctx
+
+    def check(self, what, parameter, dtype):
+        super().check(what, parameter, dtype)
+        if parameter.device != self.ctx.device:
+            raise ValueError(f"{what} is on {parameter.device}, and the ranks sum on {self.ctx.device}; move the model")
+        if dtype not in SUMMED:
+            raise TypeError(
+                f"{what}: backend='tkernels' sums float32, float16 and bfloat16, not {dtype}; sum in another dtype, or "
+                f"use backend='torch'"
+            )
 
     def all_reduce(self, x):
         if self.size > 1:

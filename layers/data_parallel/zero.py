@@ -21,7 +21,6 @@ from torch import nn
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
-from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
@@ -136,7 +135,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         contexts = {p: self.ctx if theirs is None else as_context(theirs) for p, theirs in meshes.items()}
         self._tensor_parallel = None if tensor_parallel is None else as_context(tensor_parallel)
         with self.ctx.group.checking():
-            _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
+            self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
+            _check_parameters(contexts, self._names, self._wires, reduce_dtype, tensor_parallel)
         remove_owners(contexts, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
         if tensor_parallel is not None:
@@ -148,7 +148,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._group_sizes = [len(group["params"]) for group in groups]
         self._layout = layout | dict(rank=self.ctx.rank, ranks=self.ctx.size)
 
-        self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
         self._across = None if tensor_parallel is None else open_wire("ZeroOptimizer", backend, self._tensor_parallel)
 
         # By themselves, partial parameters have one layout on all tensor-parallel ranks, where split ones may differ in
@@ -534,46 +533,34 @@ def _check(ctx: Context, asked: dict):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
 
 
-def _check_parameters(
-    contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None, tensor_parallel
-):
+def _check_parameters(contexts: dict[torch.Tensor, Context], names, wires, reduce_dtype, tensor_parallel):
     for parameter, ctx in contexts.items():
+        what = f"ZeroOptimizer: {names[parameter]}"
         if is_partial(parameter) and tensor_parallel is None:
             raise ValueError(
-                f"ZeroOptimizer: {names[parameter]} is marked sequence_parallel: its gradient comes from this rank's "
+                f"{what} is marked sequence_parallel: its gradient comes from this rank's "
                 f"rows alone and is yet to be summed over the tensor-parallel ranks; pass tensor_parallel=, these "
                 f"ranks, or take off the mark if the gradient is whole"
             )
-        summed = reduce_dtype or parameter.dtype
-        check_free(f"ZeroOptimizer: {names[parameter]}", parameter, ZeroOptimizer, Values)
-        if parameter.device != ctx.device:
-            raise ValueError(f"ZeroOptimizer: a parameter is on {parameter.device}, its context on {ctx.device}")
-        if not (parameter.is_floating_point() and summed.is_floating_point):
-            raise TypeError(f"ZeroOptimizer: takes floating-point parameters and sums, not {parameter.dtype}, {summed}")
-        if backend == "tkernels" and summed not in SUMMED:
-            raise TypeError(
-                f"ZeroOptimizer: backend='tkernels' sums float32, float16 and bfloat16, not {summed}; use "
-                f"backend='torch', or another reduce_dtype"
-            )
+        check_free(what, parameter, ZeroOptimizer, Values)
+        wires[ctx].check(what, parameter, reduce_dtype or parameter.dtype)
 
 
 def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.Tensor, Context], names):
-    """Collective. Raises the same error on every rank, unless tensor-parallel ranks have the same partial parameters.
+    """Collective. Raises MismatchError, on every rank, unless tensor-parallel ranks have the same partial parameters.
 
     Of the data-parallel ranks, those count whose values all will have.
     """
-    partial = [parameter for parameter in contexts if is_partial(parameter)]
-    mine = [(p.shape, p.dtype, None if contexts[p].rank else checksum(p)) for p in partial]
-    theirs, problem = tensor_parallel.group.gather(mine), ""
-    if len(set(map(len, theirs))) > 1:
-        problem = f"mark {', '.join(str(len(each)) for each in theirs)} parameters"
-    elif differ := [names[p] for p, each in zip(partial, zip(*theirs, strict=True), strict=True) if len(set(each)) > 1]:
-        problem = f"differ in {listed(differ)}, marked"
-    if problem := next(filter(None, ctx.group.gather(problem)), ""):
-        raise MismatchError(
-            f"ZeroOptimizer: the tensor-parallel ranks {problem} sequence_parallel; such parameters are whole and the "
-            f"same on each of these ranks: begin with one seed, or load one state dict"
-        )
+    partial = {
+        names[parameter]: (tuple(parameter.shape), parameter.dtype, None if its.rank else checksum(parameter))
+        for parameter, its in contexts.items()
+        if is_partial(parameter)
+    }
+    with ctx.group.checking():
+        tensor_parallel.group.check_alike(
+            "ZeroOptimizer", "parameters marked sequence_parallel", partial,
+            "they are whole and the same on each tensor-parallel rank: begin with one seed, or load one state dict",
+        )  # fmt: skip
 
 
 def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):
@@ -582,17 +569,16 @@ def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dic
     Rank 0's values would replace the others.
     """
     parts = {
-        number: (tuple(contexts[parameter].group.global_ranks), checksum(parameter))
+        (number, *contexts[parameter].group.global_ranks): checksum(parameter)
         for number, parameter in enumerate(names)
         if parameter in contexts and is_split(parameter)
     }
-    found = {}  # number -> {(the ranks that share it, checksum)}
+    found = {}  # (number, the ranks that share it) -> checksums
     for theirs in ctx.group.gather(parts):
-        for number, part in theirs.items():
-            found.setdefault(number, set()).add(part)
-    differ = sorted(number for number, several in found.items() if len(several) > len({ranks for ranks, _ in several}))
-    if differ:
-        differing = [list(names.values())[number] for number in differ]
+        for part, value in theirs.items():
+            found.setdefault(part, set()).add(value)
+    if differ := sorted({number for (number, *_), values in found.items() if len(values) > 1}):
+        differing = [[*names.values()][number] for number in differ]
         raise MismatchError(
             f"ZeroOptimizer: the ranks differ in {listed(differing)}, which are marked as parts of tensors "
             f"(tensor_model_parallel), and rank 0's would replace the others; pass a mesh of the data-parallel ranks "
