@@ -45,6 +45,7 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import FP8, result_dtype, with_room_for
 from tkernels.gpus import GPU, GPUS, H200
+from tkernels.partials import with_scaled_slices
 from tkernels.quantize import transpose_quantized
 from tkernels.staging import Rows
 from tkernels.trace import clocks
@@ -255,7 +256,6 @@ def _cases() -> list[Case]:
         cases.append(Case("quantize", dtype, f"rows_{columns}", shape=(1024, 1, columns)))
     cases.append(Case("quantize", label="rows_e5m2", shape=(1024, 1, 8192), out="float8_e5m2"))
     cases.append(Case("quantize", label="rows_power_of_two", shape=(1024, 1, 8192)))
-    cases.append(Case("quantize", label="rows_gated", shape=(1024, 1, 16384), activation="gelu"))
     for label, dtype in itertools.product(("largest", "parts"), ("bfloat16", "float32")):
         cases.append(Case("quantize", dtype, label, shape=(1024, 1, 16384)))
     for dtype, columns in itertools.product(("bfloat16", "float32"), (1001, 8192)):
@@ -326,6 +326,9 @@ def _fp8_cases() -> list[Case]:
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
         cases.append(Case("matmul", fp8, label=activation, activation=activation, bias=True))
     cases.append(Case("matmul", "float8_e5m2"))
+    cases.append(Case("quantize", label="rows_gated", shape=(1024, 1, 16384), activation="gelu"))
+    cases.append(Case("matmul_reduce_scatter", label="fp8_wire_copied", ranks=4, wire=fp8, copied=True))
+    cases.append(Case("matmul_all_reduce", fp8, "fp8_wire", ranks=4, wire=fp8))
     return cases
 
 
@@ -654,6 +657,7 @@ def _call(case: Case):
                     usual, how = result_dtype(dtype), gemm.precision(dtype, not case.precise)
                     stored = [given or usual for name, given in options.items() if name.endswith("dtype")]
                     config = with_room_for(config, max(stored, key=lambda each: each.itemsize), dtype, how)
+                    config = with_scaled_slices(config) if options.get("wire_dtype") in FP8 else config
                     if case.copied:
                         config = replace(config, num_comm=0)
                     if case.interleaved:

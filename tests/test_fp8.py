@@ -1,5 +1,7 @@
 """Products of FP8 operands: exact on small integers, within derived limits of fp64 on quantized values."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transports import Operators, every_path, into_landing, multiplied_by, poison_workspace, poisoned_memory
@@ -7,9 +9,11 @@ from transports import Operators, every_path, into_landing, multiplied_by, poiso
 import tkernels
 from tkernels.choice import product_way
 from tkernels.comm import runtime
-from tkernels.configs import FP8, GemmConfig
+from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.model import Problem, candidates, choose, predict, reject, ways
+from tkernels.partials import elements_of, with_scaled_slices
+from tkernels.rounding import tolerance
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 DEVICE = runtime.device()
@@ -360,6 +364,119 @@ def test_operations_take_sizes_of_zero(ctx, path):
         assert torch.equal(tkernels.matmul_all_reduce(x, w, bias, **scales), want.to(BF16)), (M, N, K)
         got = tkernels.matmul_reduce_scatter(x, w, bias, **scales)
         assert torch.equal(got, want.to(BF16).chunk(2)[ctx.rank] if M else want.to(BF16)), (M, N, K)
+
+
+ON_WIRE = {"wire_dtype": E4M3}
+TILES = GemmConfig(32, 128, 32, group_m=2, split=1)
+SENDERS = [  # by rule, by programs into the landing, by copies, and in tiles of two slices
+    None,
+    OverlapConfig(TILES, 32, 1, landing=True),
+    OverlapConfig(TILES, 32, 0),
+    OverlapConfig(GemmConfig(32, 256, 32, group_m=2, split=2), 16, 2),
+]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_reductions_in_fp8_on_the_wire_are_exact_on_what_it_holds(ctx, name):
+    """Partial sums are integers up to 16, of 4 bits, times powers of two."""
+    scatters = name == "matmul_reduce_scatter"
+    sizes = ((33, 31, 0), 130), ((1, 0, 9), 24), ((20, 5, 7), 257), ((40, 8, 1), 300)
+    for (rows, N), config in zip(sizes, SENDERS, strict=True):
+        rows, fp8 = rows[: ctx.size], N % 2
+        x = integers((sum(rows), 16), BF16, 1 + ctx.rank, -1, 1, ctx.device)
+        w, bias = integers((N, 16), BF16, 5 + ctx.rank, -1, 1, ctx.device), integers(N, BF16, 9, device=ctx.device)
+        x_scale, w_scale = (powers(count, 11 + ctx.rank, -2, 2) for count in (sum(rows), N))
+        options = {"x_scale": x_scale, "w_scale": w_scale} if fp8 else {}
+        scales = options.values() if fp8 else (torch.ones(1, device=ctx.device),) * 2
+        want = sum(ctx.group.gather(truth(x, w, *scales).cpu())).to(ctx.device) + bias
+        x, w = (x.to(E4M3), w.to(E4M3)) if fp8 else (x, w)
+        poison_workspace(ctx)
+        options |= {"config": config, "out_dtype": torch.float32, "ctx": ctx, **({"rows": rows} if scatters else {})}
+        with torch.no_grad(), poisoned_memory():
+            y = getattr(tkernels, name)(x, w, bias, "relu", **ON_WIRE, **options)
+        want = want.relu().float()
+        assert torch.equal(y, want.split(rows)[ctx.rank] if scatters else want), (rows, N)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_reductions_in_fp8_on_the_wire_err_by_what_peers_partial_sums_are_rounded_by(ctx):
+    M, N, K = 24, 200, 48
+    x, w = normal((M, K), BF16, 1 + ctx.rank, ctx.device), normal((N, K), BF16, 5 + ctx.rank, ctx.device)
+    part = x.double() @ w.double().t()
+    parts = [each.to(ctx.device) for each in ctx.group.gather(part.cpu())]
+    half_steps = []
+    for each in parts:
+        most = torch.cat([block.abs().amax(1, keepdim=True).expand_as(block) for block in each.split(128, 1)], 1)
+        half_steps.append(torch.maximum(each.abs() / 16, most * 2.0**-17))
+    own, x = slice(12 * ctx.rank, 12 * ctx.rank + 12), x.requires_grad_()
+    for wire in (ON_WIRE, {}):
+        y = tkernels.matmul_reduce_scatter(x, w, out_dtype=torch.float32, ctx=ctx, **wire)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        allowed = half_steps[1 - ctx.rank][own] if wire else sum(parts)[own].abs() * 0
+        atol, rtol = tolerance(torch.float32, 2 * K)
+        error = (y.double() - sum(parts)[own]).abs()
+        within = error <= allowed * (1 + 2.0**-20) + atol + rtol * y.double().abs()
+        if wire:
+            assert within.all() and (error > allowed / 2).any() and 28 < sqnr(y.detach(), sum(parts)[own]) < 40
+            gradient = dx
+        assert torch.equal(dx, gradient)
+    y = tkernels.matmul_all_reduce(x.detach(), w, out_dtype=torch.float32, ctx=ctx, **ON_WIRE)
+    assert all(torch.equal(y.cpu(), each) for each in ctx.group.gather(y.cpu()))
+    allowed = torch.cat([half_steps[1][:12], half_steps[0][12:]])
+    assert ((y.double() - sum(parts)).abs() <= allowed * (1 + 2.0**-20) + atol + rtol * y.double().abs()).all()
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_reductions_in_fp8_on_the_wire_keep_zeros_and_turn_what_is_not_finite_into_nan(ctx):
+    x, w = torch.zeros(8, 16, dtype=BF16, device=ctx.device), torch.zeros(150, 16, dtype=BF16, device=ctx.device)
+    x[::2, 0], w[:, 0] = 1, integers(150, BF16, 1, 1, 8, ctx.device)
+    if ctx.rank == 0:
+        w[140, 0], w[3, 0], x[6] = torch.inf, torch.nan, torch.nan
+    clean = w.clone().nan_to_num_(0, 0)
+    for rank, y in enumerate(ctx.group.gather(tkernels.matmul_reduce_scatter(x, w, ctx=ctx, **ON_WIRE).cpu())):
+        clean_parts = ctx.group.gather(clean[:, 0].cpu().double())
+        usual = torch.ones(150).index_fill(0, torch.tensor([3, 140]), 0).bool()
+        assert not y[1::2][:, usual].any(), "rows of zeros"
+        assert torch.equal(y[0, usual].double(), sum(clean_parts)[usual])
+        assert y[0, 3].isnan() and (y[0, 140].isinf() if rank == 0 else y[0, 140].isnan())
+        assert y[2].isnan().all() if rank == 1 else torch.equal(y[2, usual], y[0, usual])
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_reductions_in_fp8_on_the_wire_refuse_by_name(ctx, monkeypatch):
+    x, config = torch.ones(4, 16, dtype=BF16, device=ctx.device), OverlapConfig(TILES, 32, 1)
+    for name in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        for options, error, words in (
+            ({"path": "plain"}, ValueError, "is sent by the fused kernel alone"),
+            ({"wire_dtype": E5M2}, TypeError, "wire_dtype=torch.float8_e5m2 must be torch.bfloat16"),
+            ({"config": replace(config, gemm=replace(TILES, split=2))}, ValueError, "slices of 128 columns"),
+            ({"config": replace(config, num_comm=0, interleaved=True)}, ValueError, "and interleaved=True"),
+        ):
+            with pytest.raises(error, match=f"{name}: .*{words}"):
+                getattr(tkernels, name)(x, x, ctx=ctx, **(ON_WIRE | options))
+        with pytest.raises(TypeError, match="is for bfloat16, float16 or float8 operands, but x is torch.float32"):
+            getattr(tkernels, name)(x.float(), x.float(), ctx=ctx, **ON_WIRE)
+    monkeypatch.setattr(runtime, "has_fp8", lambda: False)
+    with pytest.raises(TypeError, match=f"wire_dtype={E4M3}: .* has no float8 arithmetic; leave it out"):
+        tkernels.matmul_reduce_scatter(x[:2], x, ctx=ctx, **ON_WIRE)
+    ctx.check()
+
+
+def test_tiles_of_fp8_on_the_wire_have_slices_of_128_columns():
+    for M, N, layout in ((8192, 8192, "TN"), (64, 8192, "TN"), (8192, 96, "TN"), (8192, 8191, "pointers")):
+        for dtype in (BF16, E4M3):
+            problem = Problem("matmul_reduce_scatter", M, N, 8192, dtype, layout, ranks=2)
+            assert isinstance(ways(replace(problem, whole_chunks=True))["interleaved"], str)
+            for config in candidates(problem):
+                for narrow in (False, True):
+                    gemm = with_scaled_slices(replace(config, interleaved=False), narrow).gemm
+                    assert gemm.block_n == 128 * gemm.split and gemm.block_m <= config.gemm.block_m
+    # 300 elements in 304 bytes, and three scales in 16
+    assert [elements_of(300, dtype) for dtype in (BF16, E4M3)] == [300, 320]
 
 
 def test_ways_of_fp8_are_those_of_half_the_bytes_or_of_bf16_partial_sums():

@@ -163,7 +163,7 @@ def all_gather_matmul_kernel(
 
     w = Matrix(w, w_row_stride, w_column_stride, N, K)
     sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
-    result = Result(Matrix(y, y_row_stride, 1, None, N), bias, None, None, None, None)
+    result = Result(Matrix(y, y_row_stride, 1, None, N), bias, None, None, None, None, None)
     tiles_n = tl.cdiv(N, T.BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive

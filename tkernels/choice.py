@@ -153,28 +153,29 @@ def product_way(problem: Problem) -> tuple[str, GemmConfig | None]:
 
 def overlap_config(
     ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False,
-    precision: str = "ieee",
+    precision: str = "ieee", whole_chunks: bool = False,
 ) -> OverlapConfig:  # fmt: skip
     """The configuration that a fused operation uses by default, where the local GEMM is x [M, K] times w [N, K].
 
     sending: require comm programs that send into the two alternating inboxes. precision: as gemm.precision says it, of
-    what was tuned; the tiles are those of `with_room_for`.
+    what was tuned; the tiles are those of `with_room_for`. whole_chunks: rows are not sent tile by tile, interleaved.
     """
     known, call = choices_of(ctx), (operation, M, N, K, dtype, layout)
-    key = *call, sending, precision
+    key = *call, sending, precision, whole_chunks
     if key not in known:
-        problem = problem_of(ctx, *call, sending)
+        problem = problem_of(ctx, *call, sending, whole_chunks)
         _keep(known, key, _adapted(known.found(*call, precision), problem) or choose(problem))
     return known[key]
 
 
 def problem_of(
-    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False
-) -> Problem:
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False,
+    whole_chunks: bool = False,
+) -> Problem:  # fmt: skip
     """The problem of a call on a context. Of an empty share one row or column of zeros is computed."""
     return Problem(
         operation, max(M, 1), max(N, 1), max(K, 1), dtype, layout, ctx.size, ctx.num_programs, gpu_here(), ctx.mapped,
-        ctx.transport != "nvshmem", sending,
+        ctx.transport != "nvshmem", sending, whole_chunks,
     )  # fmt: skip
 
 
@@ -189,7 +190,8 @@ def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | 
     if config is None:
         return None
     wire, available = wire_of(problem), min(problem.programs, config.max_programs or problem.programs)
-    sends = config.num_comm or not problem.sending and (wire.landing or config.interleaved and problem.mapped)
+    tile_by_tile = config.interleaved and problem.mapped and not problem.whole_chunks
+    sends = config.num_comm or not problem.sending and (wire.landing and not config.interleaved or tile_by_tile)
     if not sends or config.num_comm >= available or not chunks_fit(wire.chunk_rows, config.gemm.block_m):
         return None
     return config.with_wire(wire)

@@ -11,9 +11,10 @@ import torch
 
 from tkernels.choice import overlap_config
 from tkernels.comm.context import Context
-from tkernels.configs import OverlapConfig, with_room_for
+from tkernels.configs import FP8, OverlapConfig, with_room_for
 from tkernels.gemm import Scales, check_operands, layout_of, multiply
 from tkernels.overlap import check_mapped
+from tkernels.partials import check_scaled_slices, with_scaled_slices
 from tkernels.paths import choose_path
 
 
@@ -25,7 +26,8 @@ class FusedCall(NamedTuple):
 
     The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and five methods. All
     but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
-    checked: the call with its defaults in place of None, but for config and path. Raises ValueError or TypeError.
+    checked: the call with its defaults in place of None, but for config, and path if it is to be chosen. Raises
+        ValueError or TypeError.
     sent_shape: of x and w: rows and columns of the matrix that is sent.
     without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
     plain, fused: what `prepare` returns for a path.
@@ -45,7 +47,7 @@ class FusedCall(NamedTuple):
         scales = results[-1] if isinstance(results[-1], Scales) else None
         check_operands(self.operation, x, w, bias, self.activation, ctx.device, scales)
         call = self.checked(ctx, x, w, *results)
-        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, self.path, self.config, self.precision)
+        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, call.path, self.config, self.precision)
         call = call._replace(path=path)
         carry_out = call.without_sending(ctx, x, w, bias, *results)
         if carry_out is None:
@@ -63,8 +65,14 @@ class FusedCall(NamedTuple):
         if config is None:
             M, (N, K) = self.sent_shape(x, w)[0], w.shape
             config = overlap_config(
-                ctx, self.operation, M, N, K, x.dtype, layout_of(x, w), precision=self.precision
+                ctx, self.operation, M, N, K, x.dtype, layout_of(x, w), precision=self.precision,
+                whole_chunks=self.wire_dtype in FP8,
             )  # fmt: skip
             config = with_room_for(config, stored, x.dtype, self.precision)
+            if self.wire_dtype in FP8:
+                # With scales of operands besides, stores through pointers spill 80 to 160 registers in two slices.
+                config = with_scaled_slices(config, x.dtype in FP8 and N * self.out_dtype.itemsize % 16 > 0)
+        elif self.wire_dtype in FP8:
+            check_scaled_slices(self.operation, config)
         check_mapped(self.operation, ctx, config)
         return config

@@ -8,8 +8,9 @@ owner's inbox, followed by a signal; or the copy engine sends several chunks at 
 waits for a whole chunk: each sends its own finished tile while it computes the next one, and the program that sends a
 chunk's last tile signals. Tiles of this rank's own rows come last: their epilogue adds the peers' partial sums from the
 inbox, in a fixed order of ranks, then bias and activation.
-Partial sums are sent in the operands' dtype (bf16 of FP8), or in fp32 on request, and are added in fp32. Those of FP8
-are scaled before, as scales are of this rank's part of K. The result has the same bits on every run.
+Partial sums are sent in the operands' dtype (bf16 of FP8), or on request in fp32 or, rounded, in FP8 with scales beside
+them (tkernels.partials), and are added in fp32. Those of FP8 operands are scaled before, as scales are of this rank's
+part of K. The result has the same bits on every run.
 
 With GATHER, the same kernel is `matmul_all_reduce`. It also sends the finished chunks of this rank's rows to every
 peer: by the copy engine; or by the comm programs, joined by every program that has no tile left; or, interleaved, tile
@@ -24,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.comm import runtime
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Send
@@ -74,6 +76,7 @@ from tkernels.gemm import (
     tile_of,
     zeros_along_k,
 )
+from tkernels.gpus import gpu_here
 from tkernels.model import stages_of
 from tkernels.overlap import (
     SEND_TICKETS,
@@ -95,6 +98,7 @@ from tkernels.overlap import (
     tile_schedule,
     waves_of,
 )
+from tkernels.partials import WIRE_FP8, elements_of, row_elements
 from tkernels.paths import plan_matmul_reduce
 from tkernels.waves import Waves, plan_waves
 
@@ -137,7 +141,7 @@ class Rows(NamedTuple):
 @triton.jit
 def finished_rows(mail, rows, result, L):
     """The mail of an all-reduce's finished rows, in y's dtype; they arrive after the partial sums in the inbox."""
-    first = tl.cast(rows.parity_row + L.RANKS * rows.part_stride, tl.int64) * result.y.columns
+    first = tl.cast(rows.parity_row + L.RANKS * rows.part_stride, tl.int64) * result.partials.row_stride
     return second_phase(mail, (mail.memory + first).to(result.y_memory.dtype), L)
 
 
@@ -225,8 +229,8 @@ def matmul_reduce_kernel(
     w, w_row_stride, w_column_stride,  # [N, K/R]
     x_scale, w_scale,  # Scales
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER; its pointer
-    outbox, outbox_memory,  # [M - own rows, N], the peers' rows only; its pointer
-    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ room for y), N]; its pointer
+    outbox, outbox_memory,  # [M - own rows, N], the peers' rows only, row_elements apart; its pointer
+    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ room for y), N], as far; its pointer
     sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
     head, dealt, whole, splits,  # Waves
@@ -251,8 +255,10 @@ def matmul_reduce_kernel(
     rows = Rows(M, own_end, parity_row, part_stride, chunk_rows)
     w = Matrix(w, w_row_stride, w_column_stride, N, K)
     sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
-    y, outbox, partials = Matrix(y, N, 1, None, N), Matrix(outbox, N, 1, None, N), Matrix(partials, N, 1, None, N)
-    result = Result(y, bias, outbox, partials, y_memory, outbox_memory)
+    sent = row_elements(N, inbox)
+    y, outbox = Matrix(y, N, 1, None, N), Matrix(outbox, sent, 1, None, N)
+    partials = Matrix(partials, sent, 1, None, N)
+    result = Result(y, bias, outbox, partials, y_memory, outbox_memory, inbox)
     mail = Mail(inbox, ready, delivered, max_chunks, epoch)
     begin_mail(mail, gate, num_comm, net, L)
 
@@ -278,7 +284,8 @@ def matmul_reduce_kernel(
                 inbox_row = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
                 mark(SEND, chunk, target, net, L)
                 send_chunk(
-                    mail, inbox + inbox_row * N, outbox_memory + row * N, num_rows * N, chunk, target, net, L, S
+                    mail, inbox + inbox_row * sent, outbox_memory + row * sent, num_rows * sent, chunk, target,
+                    net, L, S,
                 )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
@@ -436,8 +443,21 @@ class MatmulReduceScatter(FusedCall):
         name, M = self.operation, x.shape[0]
         rows = split_rows(M, ctx.size) if self.gather else check_rows(name, ctx, self.rows, total=M)
         out_dtype = check_dtype(name, "out_dtype", self.out_dtype, x.dtype)
+        if self.wire_dtype == WIRE_FP8:
+            return self._replace(rows=rows, out_dtype=out_dtype, path=self.path_in_fp8(x.dtype))
         wire_dtype = check_dtype(name, "wire_dtype", self.wire_dtype, x.dtype, fp8=(torch.bfloat16,))
         return self._replace(rows=rows, out_dtype=out_dtype, wire_dtype=wire_dtype)
+
+    def path_in_fp8(self, operands: torch.dtype) -> str:
+        """The path of partial sums that are sent in FP8. Raises TypeError or ValueError where they can't be."""
+        asked = f"{self.operation}: wire_dtype={WIRE_FP8}"
+        if operands == torch.float32:
+            raise TypeError(f"{asked} is for bfloat16, float16 or float8 operands, but x is {operands}; leave it out")
+        if not runtime.has_fp8():
+            raise TypeError(f"{asked}: {gpu_here().name} has no float8 arithmetic; leave it out")
+        if self.path == "plain":
+            raise ValueError(f'{asked} is sent by the fused kernel alone; pass path="fused" or None')
+        return "fused"
 
     def sent_shape(self, x, w) -> tuple[int, int]:
         return x.shape[0], w.shape[0]
@@ -476,7 +496,9 @@ class MatmulReduceScatter(FusedCall):
         tiles_m = peer_tiles_m + own_tiles_m
         tiles = tiles_m * tiles_n
         num_programs = programs_of(config, ctx.num_programs, tiles)
-        sent = (M - rows[ctx.rank]) * N * itemsize
+        columns = elements_of(N, wire_dtype)  # of a row as it is sent
+        row_bytes, y_bytes = columns * itemsize, N * out_dtype.itemsize
+        sent = (M - rows[ctx.rank]) * row_bytes
         busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
         # Split-K would take registers that sending during the matmul needs.
         splittable = 0 if config.interleaved else own_tiles_m * tiles_n
@@ -484,12 +506,12 @@ class MatmulReduceScatter(FusedCall):
         part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
         inbox_rows = ctx.size * part_stride
         if gather:  # the finished rows of y, in its own dtype
-            inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
+            inbox_rows += triton.cdiv(M * y_bytes, row_bytes)
         chunks = max(num_chunks(part, config) for part in rows)
-        workspace, inbox, parity_rows, _ = Inbox.of(ctx, config.landing, chunks, inbox_rows, N, wire_dtype)
+        workspace, inbox, parity_rows, _ = Inbox.of(ctx, config.landing, chunks, inbox_rows, columns, wire_dtype)
         # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
         num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-        outbox_shape, shape = (M - rows[ctx.rank], N), (M if gather else rows[ctx.rank], N)
+        outbox_shape, shape = (M - rows[ctx.rank], columns), (M if gather else rows[ctx.rank], N)
         outbox = check_result(self.operation, None, x, outbox_shape, wire_dtype)
         y = check_result(self.operation, out, x, shape, out_dtype)
 
@@ -504,24 +526,23 @@ class MatmulReduceScatter(FusedCall):
         x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
         w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
         travels = (itemsize, out_dtype.itemsize) if gather else (itemsize,)
-        aligned = N * min(travels) % 16 == 0
+        aligned = row_bytes % 16 == 0 and (not gather or y_bytes % 16 == 0)
         box = gemm.block_m, gemm.block_n // gemm.split
         store_tma = gemm.use_tma and not ragged and N > 1
         y_operand = Operand.of(y, *box, store_tma)
-        o_operand = Operand.of(outbox, *box, store_tma)
+        o_operand = Operand.of(outbox[:, :N], *box, store_tma)
         sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, x.device)
-        p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
+        p_operand = Operand.of(inbox[:, :N], *box, gemm.use_tma and N > 1)
         # Wider elements take no more bytes a step, and so no more registers, than elements of the usual dtype.
         usual, (x_scale, w_scale) = result_dtype(x.dtype).itemsize, scales or (None, None)
-        put_block = config.copy_block(aligned, ctx.size) * usual // max(usual, *travels)
+        put_block = config.copy_block(aligned, ctx.size) * usual // max(travels)
         tile = Tile.of(
             gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config), scales
         )
         varying = "x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"
         copies = None
         if config.copied:
-            finished_bytes = N * out_dtype.itemsize if gather else 0
-            sizes = tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
+            sizes = tiles_n, row_bytes, part_stride, y_bytes if gather else 0, workspace.num_chunks
             copies = _copied(ctx, rows, peers, config, *sizes)
         launch = ctx.bind_call(
             matmul_reduce_kernel, num_programs, workspace, self.number,

@@ -94,7 +94,7 @@ class Problem:
     operation: one of configs.OPERATIONS. dtype, layout: of x and w; layout as gemm.layout_of names it.
     ranks: of the group. programs: of a launch.
     mapped: copies and stores reach all ranks. stores: programs send by SM stores, not by NVSHMEM's calls.
-    sending: comm programs must send, into the two alternating inboxes.
+    sending: comm programs must send, into the two alternating inboxes. whole_chunks: rows can't be sent interleaved.
     precision: how operands are multiplied, as gemm.precision says it.
     alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
     Of a local product alone:
@@ -117,6 +117,7 @@ class Problem:
     mapped: bool = True
     stores: bool = True
     sending: bool = False
+    whole_chunks: bool = False
     precision: str = "ieee"
     alignment: int = 2
     orientation: str = "TN"
@@ -280,6 +281,8 @@ def _interleaved(problem: Problem, config: OverlapConfig, product_s: float) -> O
     wire_s = problem.crossings * problem.sent_bytes / problem.gpu.copy_engine
     if problem.gathers:
         return "only reductions are"
+    if problem.whole_chunks:
+        return "scales beside the rows are sent with whole chunks"
     if problem.sending or not problem.mapped:
         return "comm programs must send" if problem.sending else "stores reach no other machine"
     if problem.ranks > 2:

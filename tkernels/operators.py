@@ -318,11 +318,16 @@ def matmul_reduce_scatter(
     scatter_dim: x_shard_k may have any number of leading dimensions, [..., K/R], of which this one is scattered.
         "Rows" then mean it. The result is contiguous; `out` must have that dimension first in memory.
     rows: every rank's row count; needed where M does not divide by R.
-    wire_dtype: of the partial sums that are sent, the operands' dtype or float32.
+    wire_dtype: of the partial sums that are sent, the operands' dtype or float32; or torch.float8_e4m3fn, which is
+        lossy. Then each 128 columns of a row travel with a scale, a power of two: 52 % of bf16's bytes. Each peer's
+        partial sum errs by up to 1/16 of itself, or 2**-17 of the largest of the 128; this rank's own is as it is, and
+        all are added in fp32. What isn't finite arrives as NaN. Gradients don't see it. Operands are of 16 bits or FP8;
+        the fused kernel alone sends so, whatever the size, in tiles of 128 columns, or 256 in two slices, not
+        interleaved.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
 
     FP8, as in matmul: x_scale [1] or [M, 1] and w_scale [1] or [N] are of this rank's part of K, and are applied before
-    partial sums are sent. wire_dtype: then bf16 by default, or float32.
+    partial sums are sent. wire_dtype: then bf16 by default, float32 or torch.float8_e4m3fn.
     """
     ctx, shape = as_context(ctx, "matmul_reduce_scatter: ctx"), _shape("matmul_reduce_scatter", x_shard_k)
     x, scale, into, lead = x_shard_k, x_scale, out, None
@@ -353,7 +358,8 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
 
-    x_shard_k [..., K/R], w_shard_k [N, K/R], bias [N] -> y [..., N]. Finished rows are sent in out_dtype.
+    x_shard_k [..., K/R], w_shard_k [N, K/R], bias [N] -> y [..., N]. Finished rows are sent in out_dtype,
+    whatever the wire_dtype of partial sums is.
     All options and exceptions: as matmul_reduce_scatter.
     """
     x, scale, lead = x_shard_k, x_scale, None

@@ -32,6 +32,7 @@ import triton.language as tl
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import Operand, finish, halves, load_tile, scaled, store_tile, up_to
+from tkernels.partials import load_partials, store_partials
 from tkernels.waves import MAX_SPLIT_TILES
 
 # A row of tiles in a schedule: shard (its rank), first row in the shard, first row in the whole matrix, number of valid
@@ -154,7 +155,7 @@ class Result(NamedTuple):
 
     y, bias: a finished tile goes to the one, after the other has been added.
     outbox: partial sums of the peers' rows go there.  partials: where the peers' partial sums of own rows arrive.
-    y_memory, outbox_memory: pointers to the two.
+    y_memory, outbox_memory, partials_memory: pointers to the three.
     """
 
     y: object
@@ -163,6 +164,7 @@ class Result(NamedTuple):
     partials: object
     y_memory: object
     outbox_memory: object
+    partials_memory: object
 
 
 class Place(NamedTuple):
@@ -275,15 +277,14 @@ def finish_tile(slices, place, part, sums, sums_row, result, net, L, T):
             store_part(value, sums, sums_row + part.number * T.BLOCK_M, number * COLUMNS, T.BLOCK_M, COLUMNS)
         elif result.outbox_memory is not None and not place.own:
             value = scale_slice(value, place, column, result, COLUMNS, T)
-            store_tile(value, result.outbox, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
+            store_partials(value, result, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
         else:
             value = add_parts(value, sums, sums_row, number * COLUMNS, part.count, T.BLOCK_M, COLUMNS)
             value = scale_slice(value, place, column, result, COLUMNS, T)
             if result.outbox_memory is not None:
                 for step in range(1, L.RANKS):
                     row = place.partial_row + (net.rank + step) % L.RANKS * place.part_stride
-                    theirs = up_to(result.partials, row + place.valid)
-                    value += load_tile(theirs, row, column, T.BLOCK_M, COLUMNS).to(tl.float32)
+                    value += load_partials(result, row, place.valid, column, T.BLOCK_M, COLUMNS)
             value = finish(value, result.bias, column, result.y.columns, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
             store_tile(value, result.y, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
 
