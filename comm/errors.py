@@ -1,5 +1,6 @@
 """The errors that symmetric memory and its verbs raise, each with the fields that it reports."""
 
+import copyreg
 from dataclasses import dataclass
 
 
@@ -8,6 +9,9 @@ class TkernelsError(RuntimeError):
 
     `launch` raises a RankError for failures of its ranks.
     """
+
+    def __reduce__(self):  # by the message and the fields: classes take other arguments than `args`, the message
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)
 
 
 class MismatchError(TkernelsError):
@@ -30,9 +34,6 @@ class OutOfStepError(MismatchError):
         )
         super().__init__(f"the ranks are out of step: {by_rank}; all must make the same calls in the same order")
 
-    def __reduce__(self):
-        return type(self), (self.calls, self.lines, self.values)
-
 
 class LeaseError(TkernelsError):
     """A buffer was used against the rules of its lease: out of turn, after its release, across a capture's edge."""
@@ -54,9 +55,6 @@ class HeapExhaustedError(TkernelsError):
                 else "free tensors that are no longer needed or pass a larger heap_bytes to init()"
             )
         )
-
-    def __reduce__(self):
-        return type(self), (self.asked, self.free, self.total, self.holders)
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,3 @@ class WaitTimeoutError(TkernelsError):
         if name in Fault.__dataclass_fields__ and "fault" in self.__dict__:
             return getattr(self.fault, name)
         raise AttributeError(name)
-
-    def __reduce__(self):
-        return type(self), (self.fault, self.timeout_s, self.global_ranks)
