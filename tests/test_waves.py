@@ -1,10 +1,15 @@
 """Waves: as many tiles as can be foreseen are dealt out, and the last ones are split where that ends earlier."""
 
+import functools
 import itertools
 from dataclasses import replace
 
+from tkernels import waves
 from tkernels.configs import OverlapConfig
-from tkernels.waves import DEALT_SHORT, plan_waves
+from tkernels.gpus import gpu_here
+from tkernels.waves import DEALT_SHORT
+
+plan_waves = functools.partial(waves.plan_waves, gpu_here())
 
 
 def test_plan_waves_fills_the_last_turn_with_parts_where_that_ends_earlier():

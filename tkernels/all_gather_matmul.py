@@ -46,6 +46,7 @@ from tkernels.gemm import (
     slices_of,
     tile_of,
 )
+from tkernels.gpus import gpu_here
 from tkernels.model import stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
@@ -323,7 +324,7 @@ class AllGatherMatmul(FusedCall):
         chunks = max(num_chunks(count, config) for count in rows)
         sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
         # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
-        waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
+        waves = plan_waves(gpu_here(), tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
         numbers = 0 if scales is None else M
         workspace, inbox, parity_rows, inbox_scales = Inbox.of(ctx, config.landing, chunks, M, K, x.dtype, numbers)
         y = check_result(self.operation, out, x, (M, N), out_dtype)

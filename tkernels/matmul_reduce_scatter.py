@@ -502,7 +502,7 @@ class MatmulReduceScatter(FusedCall):
         busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
         # Split-K would take registers that sending during the matmul needs.
         splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-        waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
+        waves = plan_waves(gpu_here(), tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
         part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
         inbox_rows = ctx.size * part_stride
         if gather:  # the finished rows of y, in its own dtype

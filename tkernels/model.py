@@ -38,7 +38,7 @@ from tkernels.configs import (
     result_dtype,
 )
 from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
-from tkernels.waves import end_of, waves_on
+from tkernels.waves import end_of, plan_waves
 
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FP32, FP16, BF16 = DTYPES
@@ -421,7 +421,7 @@ class _Launch:
         self.workers, self.of_peers = self.programs - num_comm, self.tiles - self.own
         self.needed = 0 if problem.gathers else self.tiles if problem.crossings == 2 else self.of_peers
         splittable = self.tiles if problem.gathers else 0 if config.interleaved else self.own
-        self.waves = waves_on(
+        self.waves = plan_waves(
             problem.gpu, self.tiles, splittable, problem.K, self.programs, config, problem.sent_bytes, self.needed,
             problem.dtype,
         )  # fmt: skip

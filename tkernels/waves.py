@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from tkernels.configs import OverlapConfig
-from tkernels.gpus import GPU, TILE_END_S, gpu_here
+from tkernels.gpus import GPU, TILE_END_S
 
 DEALT_SHORT = 1  # full waves left to dynamic assignment, where there are comm programs
 MIN_SPLIT_STEPS = 8  # least steps along K of a part
@@ -51,26 +51,18 @@ def end_of(waves: Waves, tiles: int, tile_s: float, programs: int, num_comm: int
     return max(free)
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_waves(
-    tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int,
+    gpu: GPU, tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int,
     tiles_first: int = 0, dtype: torch.dtype = torch.bfloat16,
 ) -> Waves:  # fmt: skip
-    """The waves of a launch on this machine's GPU: those that end first, by the model.
+    """The waves of a launch on a GPU: those that end first, by the model.
 
     splittable: how many of the last tiles may be split.
     sent_bytes: bytes that the comm programs of this rank send.
     tiles_first: the comm programs finish no earlier than this many first tiles; if these are all tiles, they never join
         the compute programs.
     """
-    return waves_on(gpu_here(), tiles, splittable, K, num_programs, config, sent_bytes, tiles_first, dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def waves_on(
-    gpu: GPU, tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int,
-    tiles_first: int, dtype: torch.dtype,
-) -> Waves:  # fmt: skip
-    """`plan_waves` for that GPU."""
     gemm, num_comm, workers = config.gemm, config.num_comm, num_programs - config.num_comm
     most = min(splittable, MAX_SPLIT_TILES.value)
     tile_s = gpu.tile_s(gemm, K, dtype)
