@@ -620,9 +620,14 @@ def test_forward_backward_pipelining_refuses_what_the_next_stage_does_not_expect
         (Twice(True), {"b": (8, 3), "a": (8, 3)}, 0, "of microbatch 0"),  # sent in another order
         (Scale(), lambda number: (len(data[number][0]), 3), 4, None),
     ]  # fmt: skip
-    for stage, shape, sent, message in cases:
-        wire = Recorder()
-        comm = P2PCommunicator(Ranks(0, 2), backend=wire)
+    exchanged = [] if overlap or not forward_only else [  # a header before each tensor
+        (Scale(), None, 8, None),
+        (Twice(True), None, 0, "of microbatch 0, but tensor_shape says None; pass its lists and dicts, with None for"),
+        (Twice(True), {"a": None, "b": [None]}, 16, None),
+    ]  # fmt: skip
+    for stage, shape, sent, message in cases + exchanged:
+        wire, varies = Recorder(), (stage, shape, sent, message) in exchanged
+        comm = P2PCommunicator(Ranks(0, 2), backend=wire, variable_seq_lengths=varies)
         context = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
         options = {"tensor_shape": shape, "forward_only": forward_only, "overlap": overlap}
         with context:

@@ -175,7 +175,7 @@ def forward_backward_pipelining(
         each rank has its own, and no gradient leaves through them.
     loss_fn: (output of the last part, target) -> scalar; None on ranks without the last part.
     tensor_shape: of the tensors between stages, or a function of the microbatch's number; lists and dicts of shapes as
-        in P2PCommunicator; None if the communicator exchanges shapes, or if there is one rank.
+        in P2PCommunicator; None if there is one rank, or for each tensor if the communicator exchanges shapes.
     forward_only: losses without gradients.
     overlap: transfers run while the next step computes; the losses are bit-identical.
     deallocate: a stage's output is freed once it is sent, and only its graph stays for backward. Tensors that the stage
@@ -299,21 +299,28 @@ class _Run:
             self.outputs[step.microbatch, step.chunk] = output
 
     def _check_shapes(self, step: Step, output):
-        """Raises ValueError if an output does not have the shapes of tensor_shape.
+        """Raises ValueError if an output has not the shapes of tensor_shape, or not the tensors if these are exchanged.
 
-        The next stage receives by tensor_shape, and would compute on uninitialised memory where nothing arrives. A
-        gradient has the shape of the received tensor, so it needs no check; the communicator checks dtypes.
+        The next stage receives by tensor_shape, and would compute on uninitialised memory where nothing arrives, or
+        take what is left over for the next microbatch. A gradient has the shape of the received tensor, so it needs no
+        check; the communicator checks dtypes.
         """
-        if self.comm.variable_seq_lengths:
-            return
+        exchanged, shapes = self.comm.variable_seq_lengths, self.shape_of(step.microbatch)
         found = tree_map(lambda tensor: None if tensor is None else tuple(tensor.shape), output)
-        wanted = map_shapes(self.shape_of(step.microbatch), lambda shape: tuple(map(int, shape)))
-        if _in_order(found) != _in_order(wanted):
+        wanted = map_shapes(shapes, lambda shape: () if exchanged else tuple(map(int, shape)))
+        sent, received = _in_order(found), _in_order(wanted)
+        if exchanged:
+            sent, received = ([keys for keys, _ in each] for each in (sent, received))
+        if sent != received:
             part = step.chunk * self.comm.size + self.comm.rank
+            wayout = (
+                "pass its lists and dicts, with None for each tensor"
+                if exchanged
+                else "pass a function of the microbatch's number, or a communicator with variable_seq_lengths=True"
+            )
             raise ValueError(
                 f"pipeline: part {part} of the model makes {found} of microbatch {step.microbatch}, but tensor_shape "
-                f"says {wanted}; pass a function of the microbatch's number, or a communicator with "
-                f"variable_seq_lengths=True"
+                f"says {shapes if exchanged else wanted}; {wayout}"
             )
 
     def _backward(self, step: Step, grad):
