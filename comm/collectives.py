@@ -66,6 +66,7 @@ MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums
 COPY_COST_BYTES = 4 << 20
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # indices into a workspace's state
 MOST_RANKS = 1 << 20
+AT_ONCE = 16  # an all-reduce of more than this part of the heap is made in pieces; its inboxes take up to 5 times that
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -605,7 +606,8 @@ def all_reduce(
     out: contiguous, filled and returned. It may be x. In one shot, one program sends each element, then sums it, and no
     peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
     every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
-    is read and written by one program. The other options are those of `CollectiveCall`.
+    is read and written by one program. More than a 16th of the context's heap is made in pieces, one after the other. The
+    other options are those of `CollectiveCall`.
     """
     return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
 
@@ -624,14 +626,30 @@ class AllReduce(CollectiveCall):
         return None, tuple(x.shape), self.sum_dtype(x), 0
 
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
-        config, of = self.config, (x, out, (x.dtype, dtype), self.max_programs)
+        # Parts and pieces consist of whole 16-byte vectors, except that the end may be shorter.
         vector = 16 // min(x.dtype.itemsize, dtype.itemsize)
-        vectors = split_rows(-(-x.numel() // vector), ctx.size)
+        most = max(ctx.heap.num_bytes // AT_ONCE // max(x.dtype.itemsize, dtype.itemsize) // vector, 1) * vector
+        if x.numel() <= most:
+            return self.bind_piece(ctx, x.numel(), vector, x, out, dtype)
+        pieces = [slice(start, min(start + most, x.numel())) for start in range(0, x.numel(), most)]
+        sizes = {piece.stop - piece.start for piece in pieces}
+        launches = {size: self.bind_piece(ctx, size, vector, x, out, dtype) for size in sorted(sizes, reverse=True)}
+
+        def launch(x, out):
+            x, out = x.view(-1), out.view(-1)
+            for piece in pieces:
+                launches[piece.stop - piece.start](x[piece], out[piece])
+
+        return launch
+
+    def bind_piece(self, ctx: Context, numel: int, vector: int, x: torch.Tensor, out, dtype):
+        """The launch for so many elements of tensors that lie as x and out do."""
+        config, of = self.config, (x, out, (x.dtype, dtype), self.max_programs)
+        vectors = split_rows(-(-numel // vector), ctx.size)
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
-        if not copied and config.one_shot(x.numel() * x.element_size(), ctx, x.numel() * dtype.itemsize):
-            return _Parts(ctx, [x.numel()] * ctx.size, *of, whole=True).reduce(OP_ALL_REDUCE, config)
-        # Parts consist of whole 16-byte vectors, except that the end may be shorter.
-        starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
+        if not copied and config.one_shot(numel * x.element_size(), ctx, numel * dtype.itemsize):
+            return _Parts(ctx, [numel] * ctx.size, *of, whole=True).reduce(OP_ALL_REDUCE, config)
+        starts = [min(sum(vectors[:rank]) * vector, numel) for rank in range(ctx.size + 1)]
         parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
         return _Parts(ctx, parts, *of).reduce(OP_ALL_REDUCE, config, gather=True)
 

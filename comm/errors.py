@@ -42,17 +42,20 @@ class LeaseError(TkernelsError):
 class HeapExhaustedError(TkernelsError):
     """A symmetric allocation does not fit. Fields in bytes: `asked`, `free` (largest block), `total` (of this heap).
 
+    held: the sizes of this heap's tensors, workspaces included, the largest first.
     holders: who holds the memory that all heaps share, if it is that which does not suffice; else empty.
     """
 
-    def __init__(self, asked: int, free: int, total: int, holders: str = ""):
-        self.asked, self.free, self.total, self.holders = asked, free, total, holders
+    def __init__(self, asked: int, free: int, total: int, held: tuple[int, ...] = (), holders: str = ""):
+        self.asked, self.free, self.total, self.held, self.holders = asked, free, total, held, holders
+        sizes = ", ".join(map(str, held[:8])) + (", ..." if held[8:] else "")
+        way = "free tensors that are no longer needed or pass a larger heap_bytes to init()"
         super().__init__(
             f"symmetric heap exhausted: asked for {asked} bytes, the largest free block has {free} of {total} bytes; "
             + (
                 f"{holders}; set TKERNELS_POOL_BYTES to a larger value, or finalize() contexts"
                 if holders
-                else "free tensors that are no longer needed or pass a larger heap_bytes to init()"
+                else f"its tensors and workspaces have {sizes or 'no'} bytes; {way}"
             )
         )
 

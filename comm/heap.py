@@ -159,7 +159,8 @@ class SymmetricHeap:
             holders = f"of the {space.num_bytes} bytes on rank {rank}, " + ", ".join(
                 f"{name or 'a heap'} holds {size}" for name, size in held[rank].items()
             )
-        raise HeapExhaustedError(num_bytes, min(largest, left), self.num_bytes, holders)
+        own = tuple(sorted(self._held.values(), reverse=True))
+        raise HeapExhaustedError(num_bytes, min(largest, left), self.num_bytes, own, holders)
 
 
 def _by_rank(values) -> str:

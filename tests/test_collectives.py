@@ -279,6 +279,7 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
             size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
             lamport_bytes=LAMPORT_BYTES, constant=lambda *_: None, workspace=lambda: workspace,
             bind_call=lambda *_, **__: None, link=lambda operation: None,
+            heap=SimpleNamespace(num_bytes=2 << 30),
         )  # fmt: skip
         asked.clear()
         for kilobytes in range(16, 4 << 10, 16):
@@ -497,6 +498,20 @@ def test_sums_in_place_of_every_size_wait_for_copies_of_what_they_overwrite(ctx,
             x = [integers(num_bytes // 4, torch.float32, rank, device=ctx.device) for rank in range(2)]
             mine = x[ctx.rank].clone()
             assert collectives.all_reduce(ctx, mine, mine, config=config).equal(x[0] + x[1]), num_bytes
+
+
+@pytest.mark.ranks(2)
+def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
+    with tkernels.init(heap_bytes=(most := 1 << 20) * collectives.AT_ONCE // 4) as fresh:
+        for dtype, out_dtype in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
+            x = integers((3, most // 4 + 13), dtype, seed=ctx.rank, low=-2, high=3, device=ctx.device)
+            want = sum(integers(x.shape, dtype, seed=rank, low=-2, high=3, device=ctx.device) for rank in range(2))
+            got = collectives.all_reduce(fresh, x, out_dtype=out_dtype)
+            assert got.dtype == (out_dtype or dtype) and torch.equal(got, want.to(got.dtype))
+            turned = collectives.all_reduce(fresh, x.t())
+            assert torch.equal(turned, want.t()) and turned.is_contiguous()
+            assert torch.equal(collectives.all_reduce(fresh, x, out=x), want)
+        assert fresh.heap.held_bytes < 5 / 8 * fresh.heap.num_bytes
 
 
 @pytest.mark.ranks(2)
