@@ -96,16 +96,13 @@ def clip_grad_norm_(
     wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
     shards = {shard for ddp in wrappers for shard in ddp.shards}
     for parameter in parameters:
-        for kind, way_out in (
-            (ZeroOptimizer, "pass max_norm= and tensor_parallel= to it"),
-            (OverlappedDDP, "pass its owned_parameters()"),
-        ):
-            owner = owner_of(parameter, kind)
-            if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
-                raise ValueError(
-                    f"clip_grad_norm_: parameters belong to {kind.__name__}, and this rank has a part of their "
-                    f"gradients alone; {way_out}"
-                )
+        owner = owner_of(parameter, (ZeroOptimizer, OverlappedDDP))
+        if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
+            ours = isinstance(owner, ZeroOptimizer)
+            raise ValueError(
+                f"clip_grad_norm_: parameters belong to {type(owner).__name__}, and this rank has a part of their "
+                f"gradients alone; pass {'max_norm= and tensor_parallel= to it' if ours else 'its owned_parameters()'}"
+            )
     for ddp in wrappers:
         ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):

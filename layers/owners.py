@@ -26,8 +26,8 @@ def weakly(method):
     return call
 
 
-def owner_of(parameter, kind: type = object):
-    """The newest owner of a parameter that is a `kind` and still alive, or None."""
+def owner_of(parameter, kind: type | tuple[type, ...] = object):
+    """The newest owner of a parameter that is of a `kind` and still alive, or None."""
     for reference in reversed(getattr(parameter, _OWNERS, ())):
         if (owner := reference()) is not None and isinstance(owner, kind):
             return owner

@@ -345,7 +345,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def refresh_masters(self):
         """Copy the parameters' values into the masters, after a change from outside that is the same on all ranks."""
         self._engine.check()
-        self._engine.ready()
         self._engine.copy_masters()
 
     def remove(self):
