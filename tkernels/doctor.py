@@ -291,7 +291,7 @@ def _try_everything(console, found: Diagnosis, pool):
     import torch
 
     from tkernels.comm.runtime import most_ranks
-    from tkernels.launch import RankError
+    from tkernels.launch import RankError, nothing
 
     if most_ranks() < RANKS:
         found.skipped = f"a transport needs {RANKS} GPUs, found {most_ranks()}; --runtime simulated needs none"
@@ -321,10 +321,6 @@ def _try_everything(console, found: Diagnosis, pool):
     broken = [outcome for outcome in found.operations if outcome.problem]
     found.problems += [f"{each.operation} over {each.transport}: {each.problem}" for each in broken]
     _say_operations(console, found)
-
-
-def nothing(ctx):
-    """A call that only starts the ranks."""
 
 
 def try_operation(ctx, name: str, transport: str) -> Outcome:

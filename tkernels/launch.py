@@ -89,6 +89,10 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
+def nothing(ctx):
+    """For a pool to run that is only to start its ranks."""
+
+
 def default_ranks() -> int:
     """The default number of ranks: one per GPU, at least 2 where GPUs are shared; 2 on the simulated runtime.
 

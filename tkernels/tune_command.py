@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(console, arguments: argparse.Namespace) -> int:
-    from tkernels.launch import RankError, RankPool, default_ranks
+    from tkernels.launch import RankError, RankPool, default_ranks, nothing
     from tkernels.variants import check_grid, parse_grid
 
     ranks = arguments.ranks or default_ranks()
@@ -104,7 +104,7 @@ def _tune(console, arguments: argparse.Namespace) -> int:
     outcomes, failed = [], 0
     with RankPool(ranks, ctx_options={"transport": arguments.transport}) as pool:
         try:
-            pool.run(started)
+            pool.run(nothing)
         except RankError as error:  # for options that init rejects, as it would for every shape
             raise ValueError(str(error.__cause__)) if isinstance(error.__cause__, ValueError) else error from error
         for number, job in enumerate(jobs):
@@ -126,10 +126,6 @@ def _tune(console, arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_output("".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes), arguments.json)
     return 1 if failed else 0
-
-
-def started(ctx):
-    """Does nothing: running it starts the ranks."""
 
 
 def search(ctx, job, budget_s: float, grid: dict):
