@@ -23,6 +23,7 @@ import types
 from concurrent import futures
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -321,6 +322,7 @@ def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
 
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     """float32 -> uint16 bit patterns of bf16, to nearest, ties to even; NaN stays NaN and overflow is infinity."""
+    # Not by torch, which releases the GIL: where programs share a core, a product in bf16 would take 9 % longer.
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(np.shape(values))
     # Round to nearest even: add just under half an ulp, plus the lowest kept bit. The carry runs on into the exponent,
     # up to infinity.
@@ -334,36 +336,18 @@ def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
 # FP8, which the interpreter keeps as uint8 bit patterns. Stock carries no rounded mantissa into the exponent: 127 as
 # e4m3 becomes 64.
 
-FP8 = tl.float8e4nv, tl.float8e5
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 @functools.cache
 def _fp8_values(dtype) -> np.ndarray:
-    """What the 128 bit patterns without a sign stand for, as float32: infinity and NaN come after the finite ones."""
-    codes, width, bias = np.arange(128), dtype.fp_mantissa_width, dtype.exponent_bias
-    exponent, mantissa = codes >> width, (codes & (1 << width) - 1) / (1 << width)
-    values = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
-    finite = 127 if dtype == tl.float8e4nv else 124
-    values[finite:] = np.nan
-    if dtype == tl.float8e5:
-        values[finite] = np.inf
-    return values.astype(np.float32)
-
-
-@functools.cache
-def _fp8_limits(dtype) -> np.ndarray:
-    """Between neighbours that are finite: the largest float32 that is rounded to the lower one."""
-    values = _fp8_values(dtype)
-    values = values[np.isfinite(values)]
-    middles = (values[1:] + values[:-1]) / 2  # exact in float32; a tie goes to the even pattern
-    middles[1::2] = np.nextafter(middles[1::2], np.float32(0))
-    return middles
+    """What the 256 bit patterns stand for, as float32."""
+    return torch.from_numpy(np.arange(256, dtype=np.uint8)).view(FP8[dtype]).float().numpy()
 
 
 def fp8_to_fp32(bits: np.ndarray, dtype) -> np.ndarray:
     """uint8 bit patterns of e4m3 or e5m2 -> float32, exactly."""
-    values = _fp8_values(dtype)
-    return np.concatenate([values, -values])[bits]
+    return _fp8_values(dtype)[bits]
 
 
 def fp32_to_fp8(values: np.ndarray, dtype) -> np.ndarray:
@@ -371,9 +355,9 @@ def fp32_to_fp8(values: np.ndarray, dtype) -> np.ndarray:
 
     What is beyond the largest finite value, infinity too, becomes that value, as on a GPU. NaN stays NaN.
     """
-    codes = np.searchsorted(_fp8_limits(dtype), np.abs(values)).astype(np.uint8)
-    codes = np.where(np.isnan(values), np.uint8(127), codes)
-    return codes | np.signbit(values).astype(np.uint8) << np.uint8(7)
+    most = torch.finfo(FP8[dtype]).max
+    copy = torch.from_numpy(np.array(values, order="C"))  # as torch warns of arrays that are only to be read
+    return copy.clamp_(-most, most).to(FP8[dtype]).view(torch.uint8).numpy()
 
 
 def _is_bf16(handle) -> bool:
