@@ -606,8 +606,8 @@ def all_reduce(
     out: contiguous, filled and returned. It may be x. In one shot, one program sends each element, then sums it, and no
     peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
     every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
-    is read and written by one program. More than a 16th of the context's heap is made in pieces, one after the other. The
-    other options are those of `CollectiveCall`.
+    is read and written by one program. More than a 16th of the context's heap is made in pieces, one after the other.
+    The other options are those of `CollectiveCall`.
     """
     return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
 
