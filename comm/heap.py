@@ -154,7 +154,7 @@ class SymmetricHeap:
         left, space = self.num_bytes - sum(self._held.values()), self.segment.space
         largest, held = max((size for _, size in ranges), default=0), self.group.gather(space.held())
         holders = ""
-        if fits and space.num_bytes > self.num_bytes:
+        if fits and space.num_bytes != self.num_bytes:  # a pool, of which heaps take what they need
             rank = max(range(len(held)), key=lambda rank: sum(held[rank].values()))
             holders = f"of the {space.num_bytes} bytes on rank {rank}, " + ", ".join(
                 f"{name or 'a heap'} holds {size}" for name, size in held[rank].items()

@@ -277,6 +277,21 @@ def test_contexts_of_every_dimension_share_a_pool_that_has_no_room_for_all_their
 
 @pytest.mark.ranks(2)
 @simulated_only
+def test_a_pool_that_is_smaller_than_the_limit_of_a_heap_is_named(ctx, monkeypatch):
+    pooled(ctx, monkeypatch, num_bytes=8 << 20)
+    with tkernels.init(heap_bytes=32 << 20, default=False) as context:
+        with pytest.raises(HeapExhaustedError, match=rf"of the {8 << 20} bytes on rank \d, .* TKERNELS_POOL_BYTES"):
+            context.empty(16 << 20, dtype=torch.uint8)
+    with tkernels.init(heap_bytes=1 << 20, default=False) as context:
+        kept = context.empty(300_000, dtype=torch.uint8)
+        with pytest.raises(HeapExhaustedError) as error:
+            context.empty(1 << 20, dtype=torch.uint8)
+        assert f"its tensors and workspaces have {error.value.held[0]}" in str(error.value)
+        assert any(size in range(kept.nbytes, kept.nbytes + 256) for size in error.value.held)
+
+
+@pytest.mark.ranks(2)
+@simulated_only
 def test_threads_that_allocate_of_one_pool_get_memory_of_their_own(ctx, monkeypatch):
     pool = pooled(ctx, monkeypatch, num_bytes=8 << 20)
     contexts = [tkernels.init(dist.new_group([0, 1]), heap_bytes=4 << 20, default=False) for _ in range(2)]
