@@ -406,6 +406,18 @@ def test_grad_bucket_the_average_is_of_what_the_reduction_returned():
     assert fills == [[3.0, 3.0]]
 
 
+@pytest.mark.parametrize("average", [True, False])
+def test_grad_bucket_without_deliver_divides_before_the_reduction_whose_result_it_ignores(average):
+    for dtype in (torch.float32, torch.float16):
+        seen = []
+        reduce = lambda flat, seen=seen: seen.append(flat.tolist())  # noqa: E731
+        bucket = GradBucket(8, dtype, ranks=4, average=average, reduce=reduce)
+        for numel in (4, 12):  # the second is larger than the bucket
+            bucket.add(*grad(numel, 3))
+        bucket.finish()
+        assert seen == [[0.75 if average else 3.0] * numel for numel in (4, 12)], dtype
+
+
 def test_grad_bucket_takes_whole_numbers_and_tensors():
     bucket, _ = recorded()
     with pytest.raises(TypeError, match="gradient=3 must be a tensor"):

@@ -98,6 +98,9 @@ def test_general_gemm_gathers_float8_with_a_scale_of_each_rank(ctx):
             assert torch.equal(local.data.float(), x.data.float())
             y, *_ = te.general_gemm(w, filled, ub=comm, ub_type=AG, use_split_accumulator=True)
             assert torch.equal(y.float(), want) and torch.equal(exact(filled), whole)
+            mine = te.Float8Tensor(filled.data, x.scale)  # the whole buffer, with the one scale of this rank's part
+            y, *_ = te.general_gemm(w, mine, ub=comm, ub_type=AG)
+            assert torch.equal(y.float(), want) and x.scale.shape == (1,) and x.scale == SCALES[ctx.rank]
             transposed = te.Float8Tensor(w.data.t().contiguous(), w.scale)
             assert torch.equal(te.general_gemm(transposed, x, layout="NN", ub=comm, ub_type=AG)[0].float(), want)
     ctx.check()
@@ -366,6 +369,23 @@ def test_linear_in_float8_is_exact_where_sums_are(ctx, flags):
 
 
 @pytest.mark.ranks(2)
+def test_linear_in_float8_refuses_another_dtype_than_the_communicators(ctx):
+    """In forward, before anything is launched. What is only gathered is of bytes, whatever the dtype."""
+    with initialized(ctx, BULK):
+        sizes = {"qkv": (H, 96, "column", "ub_bulk_wgrad"), "proj": (96, H, "row", "ub_overlap_rs")}
+        for name, (inner, outer, mode, flag) in sizes.items():
+            layer = te.Linear(inner, outer, parallel_mode=mode, ub_name=name, **parallel(ctx), **BULK).float()
+            x = torch.ones(S // 2 if mode == "column" else S, B, layer.weight.shape[1], device=ctx.device)
+            match = f"Linear: {flag}.* reduces results of torch.float32, but initialize_ub.* took dtype=torch.bfloat16"
+            with te.fp8_autocast(), launches() as launched, pytest.raises(ValueError, match=match):
+                layer(x)
+            assert not launched
+            with te.fp8_autocast(), torch.autocast(ctx.device.type, torch.bfloat16):
+                assert layer(x).dtype == torch.bfloat16
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.Float8CurrentScaling()], ids=["delayed", "current"])
 @pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
 def test_layer_norm_mlp_in_float8_is_within_transformer_engines_limits(ctx, flags, recipe):
@@ -457,6 +477,49 @@ def test_linear_in_float8_keeps_histories_and_forgets_copies_of_weights():
     layer.weight = torch.nn.Parameter(layer.weight.data)
     with te.fp8_autocast(fp8_recipe=delayed):
         assert torch.equal(layer(x), -y)
+
+
+def test_linear_in_float8_makes_its_histories_outside_of_a_capture(monkeypatch):
+    """Where a replay would make them anew: by a stand-in of the capture, as a CPU has none."""
+    entered, made = [], []
+
+    @contextlib.contextmanager
+    def uncaptured():
+        entered.append(True)
+        yield
+        entered.pop()
+
+    class Quantizer(te.Float8Quantizer):
+        def __init__(self, *arguments):
+            made.append(bool(entered))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("tkernels.layers.userbuffers.float8.capture.uncaptured", uncaptured)
+    monkeypatch.setattr("tkernels.layers.userbuffers.float8.Float8Quantizer", Quantizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = te.Linear(32, 32, params_dtype=torch.float32, device=device)
+    for _ in range(2):
+        with te.fp8_autocast():
+            layer(torch.ones(16, 32, device=device, requires_grad=True)).sum().backward()
+    assert made == [True, True]  # of the input and of the gradient
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
+def test_linear_in_float8_may_be_captured_at_its_first_call():
+    """Replays go on with the histories that a call outside of the graph sees."""
+    layer = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    x, recipe = torch.ones(16, 32, dtype=torch.bfloat16, device="cuda"), te.DelayedScaling(amax_history_len=4)
+    with torch.no_grad(), te.fp8_autocast(fp8_recipe=te.Float8CurrentScaling()):
+        layer(x)  # kernels compile here, and cuBLAS is initialized
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), te.fp8_autocast(fp8_recipe=recipe), torch.cuda.graph(graph):
+        y = layer(x)
+    for value in (4, 2, 1):
+        x.fill_(value)
+        graph.replay()
+    history = next(each.histories["input"] for each in layer._float8.values() if each.histories)
+    assert history.amax.tolist() == [1.0, 2.0, 4.0, 0.0] and history.scale.item() == 448 / 4
+    assert decibels(y, x.double() @ layer.weight.double().t()) > 22
 
 
 def test_layer_norm_mlp_is_recomputed_as_it_was_computed_whatever_block_backward_runs_in():

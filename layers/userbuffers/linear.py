@@ -237,23 +237,31 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
                 f"{type(self).__name__}: x has shape {tuple(x.shape)}, and thus no tokens whatever the sequence's "
                 f"length; of its dimensions only the first one may be 0"
             )
-        scaling, quantizers = float8.current(), None
+        scaling, quantizers, dtype = float8.current(), None, None
         if scaling is not None:
+            device = x.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
             check_features(type(self).__name__, in_features=weight.shape[1], out_features=weight.shape[0])
             if (ub_name, scaling) not in self._float8:
                 self._float8[ub_name, scaling] = float8.LayerScaling(scaling)
             quantizers = self._float8[ub_name, scaling].for_call(weights)
-        flow = self._flow(
-            mode, x.shape[:-1].numel(), None if rows is None else [n * inner for n in rows], flags, ub_name
-        )
+        rows = None if rows is None else [n * inner for n in rows]
+        flow = self._flow(mode, x.shape[:-1].numel(), rows, flags, ub_name, dtype)
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
         return dataflow.linear(x, weight, bias, flow, wgrad, quantizers)
 
-    def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None):
+    def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None, dtype: torch.dtype | None):
+        """dtype: of what products of FP8 give, None of others, whose operands communicators look at themselves."""
         if mode is None or self.tp_size == 1:
             return dataflow.Local()
         use_fp8 = float8.current() is not None
         comms = {flag: self._communicator(flag, ub_name, use_fp8) for flag in FLAGS if flags[flag]}
+        for flag, comm in comms.items():
+            if dtype is not None and not comm.is_fp8_ubuf() and comm.dtype != dtype:
+                raise ValueError(
+                    f"{type(self).__name__}: {flag} reduces results of {dtype}, but initialize_ub() took "
+                    f"dtype={comm.dtype}; pass it dtype={dtype}"
+                )
         if comms:
             context = next(iter(comms.values())).context
             if rows is None:

@@ -73,7 +73,7 @@ def initialize_ub(
     quantization_modes: [NONE], [FP8] or both: a set of communicators for each. Those of FP8 serve products of FP8, in
         `fp8_autocast` those of the layers: gathers move a byte an element, and sums travel as they do for bf16.
     use_fp8: deprecated; True is quantization_modes=[FP8].
-    dtype: of operands that are not quantized, and of results.
+    dtype: of operands that are not quantized, and of results; layers whose results are of another one are refused.
     ub_cfgs: {GEMM: {option: value}}, see `defaults`; or a list with one such dict for each mode.
     bootstrap_backend: of the torch groups created for the domains: gloo, mpi or nccl. None: the default group's. With
         tp_group, of which none is created, it must be that group's.
