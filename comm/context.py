@@ -274,7 +274,7 @@ class Context:
         stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
         self.current_stream = functools.partial(stream_of, self.device.index or 0)
         self.reported = False
-        self._interruption = None  # why this rank is out of step: a kernel that ended early, calls that overlapped
+        self._interruption = None  # why it can't be used: a kernel that ended early, calls that overlapped, a fork
         self.table = self.make_table()
 
     def make_table(self, begun: torch.Tensor | None = None) -> torch.Tensor:
@@ -421,7 +421,7 @@ class Context:
         self._interruption = (
             f"{comes}: {inside} has not returned. Calls of one context must not overlap, since each rank would order "
             f"them in its own way. Make them from one thread, or give each thread a context over a process group of "
-            f"its own: init(torch.distributed.new_group(...))"
+            f"its own: init(torch.distributed.new_group(...)). {AFRESH}"
         )
         if not (self._flag[0] or self.capturing):
             # On a stream of its own, as the other call's kernel may wait for a peer; it ends its wait and the peers'.
@@ -467,7 +467,7 @@ class Context:
         if self.closed:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
         if self._interruption:
-            raise TkernelsError(f"{self._interruption}. {AFRESH}")
+            raise TkernelsError(self._interruption)
         deadline = time.monotonic() + 5.0  # a flag is set shortly before its record is complete
         while True:
             words = self._faults.cpu().view(-1, FAULT_RECORD.value)
@@ -513,8 +513,18 @@ class Context:
     def interrupt(self, error: BaseException):
         """Make later calls raise: `error` ended a kernel of this rank before its end."""
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._interruption = f"a kernel of {self.name} was interrupted by {cause}, so its epochs are out of step"
+        self._interruption = (
+            f"a kernel of {self.name} was interrupted by {cause}, so its epochs are out of step. {AFRESH}"
+        )
         self._flag[0], self.reported = 1, True
+
+    def leave_to_parent(self):
+        """In a process that was forked from this rank: make calls raise, whose signals would be the parent's, too."""
+        self._interruption = (
+            f"{self.name} belongs to the rank that this process was forked from, which shares its memory and signals; "
+            f"make the call there"
+        )
+        self._flag, self.reported = numpy.ones(1, dtype=numpy.int64), True  # its own memory, as the old one is not
 
     def barrier(self):
         """Collective, on the current stream: later work starts after all ranks' earlier work on their streams."""

@@ -9,6 +9,7 @@ since their arguments are plain values.
 
 import collections
 import itertools
+import os
 import threading
 import warnings
 import weakref
@@ -81,6 +82,15 @@ def shared_over(process_group: dist.ProcessGroup, make=None):
 def programs_at_once() -> int:
     """The most programs that may wait for peers at once: an operation of each context on each of its streams."""
     return sum(each.num_programs * len(each._workspaces) for each in open_contexts() if each.size > 1)
+
+
+def _leave_to_parent():
+    for each in open_contexts():
+        if each.size > 1:
+            each.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def agree_on_name(group: Group) -> str:

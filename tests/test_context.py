@@ -1051,6 +1051,35 @@ def test_all_reduce_in_two_threads_at_once_is_refused_by_name_on_every_rank(ctx)
 
 
 @pytest.mark.ranks(2)
+def test_all_reduce_in_a_process_that_was_forked_from_a_rank_is_refused_and_the_rank_goes_on(ctx):
+    if ctx.device.type != "cpu":
+        pytest.skip("CUDA itself refuses a forked process")
+    total = lambda value, size=3: tkernels.all_reduce(torch.full((size,), value), ctx=ctx).tolist()  # noqa: E731
+    assert total(1.0) == [2.0] * 3
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for size in (3, 100_000):  # of a call that was made before, and of one that the ranks would meet for
+            try:
+                said.append(str(total(5.0, size)[:1]))
+            except TkernelsError as error:
+                said.append(str(error))
+        os.write(sink, " | ".join([*said, str(tkernels.matmul(torch.ones(2, 3), torch.ones(2, 3)).tolist())]).encode())
+        os._exit(0)
+    os.close(sink)
+    with os.fdopen(source) as pipe:
+        first, other, local = pipe.read().split(" | ")
+    os.waitpid(child, 0)
+    assert first == other
+    message = rf"{ctx.name} belongs to the rank that this process was forked from.*make the call there"
+    assert re.fullmatch(message, first)
+    assert local == "[[3.0, 3.0], [3.0, 3.0]]"
+    ctx.group.barrier()
+    assert [total(float(value)) for value in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
+
+
+@pytest.mark.ranks(2)
 def test_all_reduce_in_threads_that_take_turns_works_and_so_does_backward_in_another_thread(ctx):
     x = torch.ones(8, device=ctx.device, requires_grad=True)
     gathered = in_a_thread("other", lambda: tkernels.all_gather(x, ctx=ctx)).result(60)
