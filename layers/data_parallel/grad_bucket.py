@@ -10,8 +10,11 @@ stream that covers the collective *and* the use of its result. It follows that
 - the host never waits, not even in `finish`.
 
     bucket = GradBucket(1 << 24, torch.bfloat16, ranks=R, reduce=all_reduce, deliver=keep, comm_stream=comm)
+    def collect(parameter):  # returns None: torch gives what a hook returns to the next one
+        bucket.add(parameter, parameter.grad)
+
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: bucket.add(p, p.grad))
+        parameter.register_post_accumulate_grad_hook(collect)
     loss.backward()
     bucket.finish()  # orders the current stream after all reductions
 """
