@@ -316,7 +316,9 @@ def _fp8_cases() -> list[Case]:
         cases.append(Case(operation, fp8, "large", ranks=4, transport="nvshmem"))
         cases.append(Case(operation, fp8, "large", ranks=4))  # beside those with marks, and over NVSHMEM
         cases.append(Case(operation, "float8_e5m2", ranks=4))
-    for operation in REDUCTIONS:  # between two ranks FP8 is never interleaved by rule
+    # Between two ranks, where all-reduces are interleaved by rule, tiles end with 11 spills, which cost less than is
+    # saved (bench/LOG.md): more than the gates let pass.
+    for operation in REDUCTIONS:
         cases.append(Case(operation, fp8, "large_interleaved", ranks=4, interleaved=True))
     for label, shape in shapes.items():
         for scales in ("row", "tensor"):

@@ -15,8 +15,9 @@ from tkernels.choice import choices_of, gemm_config, overlap_config, problem_of
 from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gpus import H200, SIMULATED
-from tkernels.model import Problem, choose, default_config, wire_of
+from tkernels.gpus import GPUS, H200, SIMULATED
+from tkernels.model import Problem, choose, default_config, ways, wire_of
+from tkernels.shapes import ROW_PARALLEL
 
 BF16 = torch.bfloat16
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -282,3 +283,16 @@ def test_gemm_config_and_overlap_config_read_records_again_once_choices_are_forg
 
 def test_bucket_has_a_right_example():
     assert doctest.testmod(choice) == (0, 2)
+
+
+def test_choose_interleaves_all_reduces_of_fp8_between_two_ranks_where_the_model_has_them_faster():
+    """As recorded on 2 H100s (bench/LOG.md); of reduce-scatters, and of products that the wire outlasts, other ways."""
+    for shape, interleaved in (("llama70b-down-4k", True), ("rs-b", True), ("rs-c", False)):
+        M, N, K = ROW_PARALLEL[shape]
+        problem = Problem(
+            "matmul_all_reduce", M, N, K // 2, torch.float8_e4m3fn, ranks=2, gpu=GPUS["NVIDIA H100 80GB HBM3"]
+        )
+        assert choose(problem).interleaved == interleaved, shape
+        assert not choose(replace(problem, operation="matmul_reduce_scatter")).interleaved
+        assert not choose(replace(problem, ranks=4)).interleaved
+        assert "multiples of 16 bytes" in ways(replace(problem, N=N - 1))["interleaved"]
