@@ -29,7 +29,6 @@ launched work has finished. A write or read block records one event; if all work
 """
 
 import threading
-import weakref
 from collections import deque
 
 import torch
@@ -201,21 +200,6 @@ _HINTS = {
     ("written", "released"): "; acquire a new lease",
     ("read", "released"): "; the buffer may have its next tenant already: read before the release",
 }
-
-
-_comm_streams = weakref.WeakKeyDictionary()
-
-
-def shared_comm_stream(dev):
-    """The stream of the current device on which whatever has none of its own communicates: one for the whole process.
-
-    Each stream that makes calls of a context has a workspace there, of 2.5 times what its largest call receives. And
-    several would gain nothing, since operations of a process run one after the other (tkernels.comm.stream_order).
-    """
-    streams, device = _comm_streams.setdefault(dev, {}), getattr(dev, "current_device", lambda: None)()
-    if device not in streams:
-        streams[device] = dev.Stream()
-    return streams[device]
 
 
 def _device_module(tensor, name: str):

@@ -23,7 +23,7 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, Fence
 from tkernels.layers import graphs
 from tkernels.layers.graphs import captured
-from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion, shared_comm_stream
+from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
 
 
 class CapturingSimulator(Simulator):
@@ -980,11 +980,3 @@ def test_lease_on_a_gpu_a_replay_and_what_is_launched_outside_take_turns(ctx, fo
     torch.cuda.synchronize()
     right = [[index + 1.0] * 2 for index in range(ROUNDS)]
     assert (seen[:, [0, -1]].tolist() == right) == (form == "lease")
-
-
-def test_lease_shared_comm_stream_is_one_of_a_device_and_a_module_of_streams():
-    first, second = Simulator(), Simulator()
-    assert shared_comm_stream(first) is shared_comm_stream(first)
-    assert shared_comm_stream(first) is not shared_comm_stream(second)
-    first.current_device = lambda: 1
-    assert shared_comm_stream(first) is not shared_comm_stream(second)

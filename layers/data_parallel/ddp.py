@@ -51,7 +51,6 @@ from tkernels.layers.data_parallel.values import Values, ensure_params_ready, re
 from tkernels.layers.data_parallel.wire import Wire, open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
-from tkernels.layers.lease import shared_comm_stream
 from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners, weakly
 
@@ -85,8 +84,8 @@ class OverlappedDDP(nn.Module):
     average: divide by R, fp16 before the sum and other dtypes after it. Otherwise gradients are the sum over ranks.
     grad_dtype: dtype of `main_grad`, in which gradients are added up and summed over ranks; default: the parameter's.
         If it differs, `.grad` is a copy of the sum in the parameter's dtype, as torch's optimizers require.
-    comm_stream: default: the one that all of a process share. dev: the module that provides streams; default: torch's
-        module of the parameters' device.
+    comm_stream: default: a new one. dev: the module that provides streams; default: torch's module of the parameters'
+        device.
 
     A gradient is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
     `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of `no_sync` reduces: all ranks
@@ -155,7 +154,7 @@ class OverlappedDDP(nn.Module):
 
         dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
         self.module, self.dev, self.sharded = module, dev, sharded
-        self.comm_stream = shared_comm_stream(dev) if comm_stream is None else comm_stream
+        self.comm_stream = dev.Stream() if comm_stream is None else comm_stream
         self.overlap_param_gather = overlap_param_gather
         self.levels = Levels(whole, sharded, num_distributed_optimizer_instances, average)
         self.buckets = [

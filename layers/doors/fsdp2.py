@@ -16,7 +16,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import as_context
 from tkernels.layers.doors import log_once
-from tkernels.layers.lease import Lease, shared_comm_stream
+from tkernels.layers.lease import Lease
 
 AVG, SUM, PREMUL_SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
 
@@ -94,20 +94,10 @@ class _Comm:
     """An object of FSDP2's interface. before: the one whose place it takes, which has the calls that ours can't."""
 
     def __init__(self, contexts: _Contexts, before):
-        self.contexts, self.before = contexts, before
+        self.contexts, self.before, self.stream = contexts, before, None
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-    def apart(self, operation, given: torch.Tensor, result: torch.Tensor, ctx) -> Lease:
-        """The operation on the stream that all share, after what the current one has launched. Returns the result's."""
-        dev = torch.get_device_module(ctx.device)
-        stream, before, after = shared_comm_stream(dev), Lease(given, dev=dev), Lease(result, dev=dev)
-        with before.write():
-            pass  # the producer is whatever this stream has launched
-        with before.read(stream), after.write(stream), dev.stream(stream):
-            operation(given, out=result, ctx=ctx)
-        return after
 
 
 class AllGather(_Comm):
@@ -119,7 +109,14 @@ class AllGather(_Comm):
             tkernels.all_gather(input_tensor, out=output_tensor, ctx=ctx)
             return None
         # FSDP2 asks on the stream that goes on to compute, and waits for what is returned.
-        return _Gathered(self.apart(tkernels.all_gather, input_tensor, output_tensor, ctx))
+        dev = torch.get_device_module(ctx.device)
+        self.stream = self.stream or dev.Stream()
+        given, gathered = Lease(input_tensor, dev=dev), Lease(output_tensor, dev=dev)
+        with given.write():
+            pass  # the producer is whatever this stream has launched
+        with given.read(self.stream), gathered.write(self.stream), dev.stream(self.stream):
+            tkernels.all_gather(input_tensor, out=output_tensor, ctx=ctx)
+        return _Gathered(gathered)
 
 
 class _Gathered(dist.Work):
@@ -141,9 +138,7 @@ class ReduceScatter(_Comm):
             log_once(f"FSDP2: {kind} of {input_tensor.dtype} stays torch's; tkernels sums fp32, fp16 and bf16")
             return self.before(output_tensor, input_tensor, group, op, async_op)
         ctx = self.contexts[group]
-        # FSDP2 has a stream for this of each model; one workspace serves all.
-        with self.apart(tkernels.reduce_scatter, input_tensor, output_tensor, ctx).read():
-            pass
+        tkernels.reduce_scatter(input_tensor, out=output_tensor, ctx=ctx)
         if kind == AVG:
             output_tensor.div_(ctx.size)
         elif kind == PREMUL_SUM:
