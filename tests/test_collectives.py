@@ -502,6 +502,13 @@ def test_sums_in_place_of_every_size_wait_for_copies_of_what_they_overwrite(ctx,
 
 @pytest.mark.ranks(2)
 def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
+    tables, bind = [], collectives.AllReduce.bind_piece
+
+    def watched(call, context, *of):
+        launch = bind(call, context, *of)
+        tables.append(context.workspace().table.data_ptr())
+        return launch
+
     with tkernels.init(heap_bytes=(most := 1 << 20) * collectives.AT_ONCE // 4) as fresh:
         for dtype, out_dtype in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
             x = integers((3, most // 4 + 13), dtype, seed=ctx.rank, low=-2, high=3, device=ctx.device)
@@ -510,6 +517,12 @@ def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
             assert got.dtype == (out_dtype or dtype) and torch.equal(got, want.to(got.dtype))
             turned = collectives.all_reduce(fresh, x.t())
             assert torch.equal(turned, want.t()) and turned.is_contiguous()
+            # Whole pieces by copies into the landing, the last one in chunks into the inbox: room for both before.
+            config = collectives.CollectiveConfig(copy_bytes=100 << 10, lamport_bytes=0, hop_bytes=0)
+            with mock.patch.object(collectives.AllReduce, "bind_piece", watched):
+                got = collectives.all_reduce(fresh, x, config=config)
+            assert torch.equal(got, want)
+            assert len(tables) % 4 == 0 and tables[-3:] == [fresh.workspace().table.data_ptr()] * 3
             assert torch.equal(collectives.all_reduce(fresh, x, out=x), want)
         assert fresh.heap.held_bytes < 5 / 8 * fresh.heap.num_bytes
 

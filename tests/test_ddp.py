@@ -678,9 +678,11 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
         OverlappedDDP(model, mesh="dp")
     with pytest.raises(TypeError, match="weight: backend='tkernels' sums .*, not torch.float64"):
         OverlappedDDP(copy.deepcopy(model).double(), mesh=ctx)
-    with pytest.raises(ValueError, match=r"weight is on meta, .* move the model \(on rank 1\)") as error:
+    with pytest.raises(ValueError, match=r"weight is on meta, without values; .* \(on rank 1\)") as error:
         OverlappedDDP(copy.deepcopy(model).to("meta" if ctx.rank == 1 else ctx.device), mesh=ctx)
     message_on_every_rank(ctx, error.value)
+    with pytest.raises(ValueError, match=r"weight is on meta, without values; .* \(on rank 1\)"):
+        OverlappedDDP(copy.deepcopy(model).to("meta" if ctx.rank == 1 else ctx.device), mesh=ctx, backend="torch")
     with pytest.raises(ValueError, match="nothing to train"):
         OverlappedDDP(copy.deepcopy(model).requires_grad_(False), mesh=ctx)
     with pytest.raises(RuntimeError, match="no shards to gather"):

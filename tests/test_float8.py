@@ -300,6 +300,11 @@ def test_parallel_mlp_quantizes_its_activation_in_one_kernel(ctx, monkeypatch, a
         results(call) for call in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager"))
     )
     assert all(map(torch.equal, fused, traced))
+    forward, given = mlp.fc2.forward, []
+    mlp.fc2.forward = lambda x, rows=None: given.append(x) or forward(x, rows=rows)  # what replaces it knows no more
+    wrapped, _ = results(mlp)
+    del mlp.fc2.forward
+    assert len(given) == 1 and (activation != "relu" or all(map(torch.equal, fused, wrapped)))
     monkeypatch.setattr(RowParallelLinear, "quantizes_activations", False)
     plain, kept_before = results(mlp)
     rows, tensors = 8 * (1 + sequence_parallel), {"relu": 0, "gelu": 1, "swiglu": 2}[activation]

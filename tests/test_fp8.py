@@ -452,7 +452,8 @@ def test_reductions_in_fp8_on_the_wire_refuse_by_name(ctx, monkeypatch):
     for name in ("matmul_reduce_scatter", "matmul_all_reduce"):
         for options, error, words in (
             ({"path": "plain"}, ValueError, "is sent by the fused kernel alone"),
-            ({"wire_dtype": E5M2}, TypeError, "wire_dtype=torch.float8_e5m2 must be torch.bfloat16"),
+            ({"path": "fast"}, ValueError, "path='fast' is unknown"),
+            ({"wire_dtype": E5M2}, TypeError, "wire_dtype=torch.float8_e5m2: .* in torch.float8_e4m3fn alone"),
             ({"config": replace(config, gemm=replace(TILES, split=2))}, ValueError, "slices of 128 columns"),
             ({"config": replace(config, num_comm=0, interleaved=True)}, ValueError, "and interleaved=True"),
         ):

@@ -769,6 +769,7 @@ REFUSED = {
     "occurs twice": {"params": lambda p: [{"params": [p]}, {"params": [p]}]},
     "no parameter that requires": {"params": lambda p: []},
     "not torch.float64": {"params": lambda p: [nn.Parameter(p.data.double())]},
+    "is on meta, without values": {"params": lambda p: [nn.Parameter(p.data.to("meta"))], "backend": "torch"},
 }
 
 

@@ -60,7 +60,7 @@ from tkernels.comm.mail import (
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, mark
 from tkernels.comm.workspace import Inbox
-from tkernels.configs import OverlapConfig, result_dtype
+from tkernels.configs import FP8, OverlapConfig, result_dtype
 from tkernels.fused import FusedCall
 from tkernels.gemm import (
     Matrix,
@@ -443,21 +443,23 @@ class MatmulReduceScatter(FusedCall):
         name, M = self.operation, x.shape[0]
         rows = split_rows(M, ctx.size) if self.gather else check_rows(name, ctx, self.rows, total=M)
         out_dtype = check_dtype(name, "out_dtype", self.out_dtype, x.dtype)
-        if self.wire_dtype == WIRE_FP8:
+        if self.wire_dtype in FP8:
             return self._replace(rows=rows, out_dtype=out_dtype, path=self.path_in_fp8(x.dtype))
         wire_dtype = check_dtype(name, "wire_dtype", self.wire_dtype, x.dtype, fp8=(torch.bfloat16,))
         return self._replace(rows=rows, out_dtype=out_dtype, wire_dtype=wire_dtype)
 
     def path_in_fp8(self, operands: torch.dtype) -> str:
         """The path of partial sums that are sent in FP8. Raises TypeError or ValueError where they can't be."""
-        asked = f"{self.operation}: wire_dtype={WIRE_FP8}"
+        asked = f"{self.operation}: wire_dtype={self.wire_dtype}"
+        if self.wire_dtype != WIRE_FP8:
+            raise TypeError(f"{asked}: of float8, partial sums are sent in {WIRE_FP8} alone")
         if operands == torch.float32:
             raise TypeError(f"{asked} is for bfloat16, float16 or float8 operands, but x is {operands}; leave it out")
         if not runtime.has_fp8():
             raise TypeError(f"{asked}: {gpu_here().name} has no float8 arithmetic; leave it out")
         if self.path == "plain":
             raise ValueError(f'{asked} is sent by the fused kernel alone; pass path="fused" or None')
-        return "fused"
+        return self.path or "fused"
 
     def sent_shape(self, x, w) -> tuple[int, int]:
         return x.shape[0], w.shape[0]

@@ -55,7 +55,7 @@ def _through_the_host(name: str):
         work = getattr(self._on_host, name)(*map(on_host, arguments), **options)
         if not copies:
             return work
-        arrival = _Arrival(work, copies)
+        arrival = _Arrival(work, copies if name != "send" else [])
         if name in SENDS:
             return arrival
         arrival.wait()
@@ -83,7 +83,7 @@ class _Arrival(dist.Work):
         return True
 
     def is_completed(self):
-        return not self._copies
+        return self._work.is_completed() and self.wait()
 
 
 def register():

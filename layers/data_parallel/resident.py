@@ -35,7 +35,9 @@ class ResidentEngine(Engine):
         super().__init__(units[0], {unit: f"bucket {number}" for number, unit in enumerate(units)})
         self.buckets, self.removed = buckets, False
         self.piece_of = {piece.whole: piece for bucket in buckets for piece in bucket.parameters}
-        self._hooks = [hook for unit, bucket in zip(units, buckets, strict=True) for hook in bucket.watch(unit.collect)]
+        watched = zip(units, buckets, strict=True)
+        self._watches = [hook for unit, bucket in watched for hook in bucket.watch(unit.collect)]
+        self._waits = []  # hooks of modules
         for unit, bucket in zip(units, buckets, strict=True):
             # One after the other, since each gives up as much memory as it takes.
             bucket.values = Values(unit.name, bucket.layout, bucket.wire, self.comm_stream, self.dev)
@@ -49,13 +51,15 @@ class ResidentEngine(Engine):
         """Let go of the parameters; this stream may use them. May be repeated."""
         self.ready()
         self.unhook()
+        for hook in self._waits:
+            hook.remove()
         for bucket in self.buckets:
             disown(bucket.layout.parameters, bucket.values)
         self.removed = True
 
     def unhook(self):
-        """Take no gradient any more."""
-        for hook in self._hooks:
+        """Take no gradient any more. Modules still wait for what is being gathered."""
+        for hook in self._watches:
             hook.remove()
 
     def check(self):
@@ -97,7 +101,7 @@ class ResidentEngine(Engine):
 
     def wait_in_modules(self, root: nn.Module):
         """Let each module inside `root` wait for its own parameters."""
-        self._hooks += refuse_assignment(root) + wait_in_modules(root, self.piece_of)
+        self._waits += refuse_assignment(root) + wait_in_modules(root, self.piece_of)
 
     @property
     def written(self) -> bool:

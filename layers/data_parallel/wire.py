@@ -62,6 +62,8 @@ class Wire:
 
         what: the caller and the parameter, for the error.
         """
+        if parameter.is_meta:
+            raise ValueError(f"{what} is on meta, without values; move the model before, by to_empty() and its init")
         if not (parameter.is_floating_point() and dtype.is_floating_point):
             raise TypeError(f"{what}: takes floating-point parameters and sums, not {parameter.dtype} and {dtype}")
 

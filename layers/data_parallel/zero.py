@@ -543,6 +543,8 @@ def _check_parameters(contexts: dict[torch.Tensor, Context], names, wires, reduc
             )
         check_free(what, parameter, ZeroOptimizer, Values)
         wires[ctx].check(what, parameter, reduce_dtype or parameter.dtype)
+        if parameter.device != ctx.device:  # over torch, too: the buffers are there
+            raise ValueError(f"{what} is on {parameter.device}, its context on {ctx.device}; move the model")
 
 
 def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.Tensor, Context], names):

@@ -59,7 +59,9 @@ class ParallelMLP(nn.Module):
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None) -> torch.Tensor:
         """Collective. rows: with sequence_parallel, every rank's length of the first dimension, if they differ."""
         h = self.fc1(x, rows=rows)
-        if isinstance(self.fc2, RowParallelLinear) and self.fc2.quantizes_activations:  # not what wraps or replaces it
+        # Not what wraps fc2, or replaces it or its forward.
+        own = type(self.fc2).forward is RowParallelLinear.forward and "forward" not in vars(self.fc2)
+        if own and self.fc2.quantizes_activations:
             return self.fc2(h, rows=rows, activation=self.activation)
         return self.fc2(activated(h, self.activation), rows=rows)
 
