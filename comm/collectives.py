@@ -632,8 +632,8 @@ class AllReduce(CollectiveCall):
         if x.numel() <= most:
             return self.bind_piece(ctx, x.numel(), vector, x, out, dtype)
         pieces = [slice(start, min(start + most, x.numel())) for start in range(0, x.numel(), most)]
+        sizes = {piece.stop - piece.start for piece in pieces}
         for _ in range(2):  # what one size needs may move the workspace under the other's launch; then both have room
-            sizes = {piece.stop - piece.start for piece in pieces}
             launches = {size: self.bind_piece(ctx, size, vector, x, out, dtype) for size in sizes}
 
         def launch(x, out):

@@ -683,6 +683,11 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
     message_on_every_rank(ctx, error.value)
     with pytest.raises(ValueError, match=r"weight is on meta, without values; .* \(on rank 1\)"):
         OverlappedDDP(copy.deepcopy(model).to("meta" if ctx.rank == 1 else ctx.device), mesh=ctx, backend="torch")
+    torchs, plain = nn.parallel.DistributedDataParallel, copy.deepcopy(model)
+    with pytest.raises(ValueError, match="has one of torch's DistributedDataParallel"):
+        OverlappedDDP(nn.Sequential(torchs(plain)), mesh=ctx)
+    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+        torchs(OverlappedDDP(copy.deepcopy(model), mesh=ctx))
     with pytest.raises(ValueError, match="nothing to train"):
         OverlappedDDP(copy.deepcopy(model).requires_grad_(False), mesh=ctx)
     with pytest.raises(RuntimeError, match="no shards to gather"):

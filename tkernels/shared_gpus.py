@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 
 BACKEND = "gloo_staged"
-HOST = "cpu"
+HOST = "cpu"  # the type of devices whose tensors gloo takes as they are
 COLLECTIVES = (
     "allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
     "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "reduce", "reduce_scatter",
     "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter",
 )  # fmt: skip
-
-
 SENDS = "send", "recv", "recv_anysource"  # of which a program may begin several before it waits for one
 
 

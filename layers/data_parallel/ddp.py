@@ -127,6 +127,11 @@ class OverlappedDDP(nn.Module):
             check_type("OverlappedDDP: bucket_size", bucket_size, numbers.Real | None, "a number of elements, or None")
             if bucket_size is not None and not bucket_size >= 1:
                 raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
+            if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+                raise ValueError(
+                    "OverlappedDDP: the module is or has one of torch's DistributedDataParallel, which reduces its "
+                    "gradients; wrap what that wraps"
+                )
             _check_parameters(params, whole, grad_dtype)
             if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
                 raise ValueError(
@@ -188,6 +193,8 @@ class OverlappedDDP(nn.Module):
         _wrappers.add(self)
         _watch_optimizers()
         self.handles = refuse_assignment(module)
+        # torch's DistributedDataParallel around this one finds nothing to train, and says so.
+        self._ddp_params_and_buffers_to_ignore = {f"module.{name}" for name in params}
         if self.sharded:
             self.handles += wait_in_modules(module, self.bucket_of, self._waits)
 
