@@ -45,9 +45,18 @@ def multiplication(problem: Problem) -> Callable:
     w, fast_accum, dtype = problem.w, problem.case.fast_accum, problem.case.result_dtype
     if problem.w_scale is None:
         return lambda x, scale=None, bias=None: torch.mm(x, w.t()) if bias is None else F.linear(x, w, bias)
-    w_scale = problem.w_scale.t().contiguous()  # [1, N]
+    w_scale, adds_bias = problem.w_scale.t().contiguous(), True  # [1, N]; cuBLAS, which can't to some products
 
     def multiply(x, scale, bias=None):
+        nonlocal adds_bias
+        if bias is not None and adds_bias:
+            try:
+                return scaled(x, scale, bias)
+            except RuntimeError:
+                adds_bias = False
+        return scaled(x, scale) if bias is None else scaled(x, scale) + bias
+
+    def scaled(x, scale, bias=None):
         return torch._scaled_mm(x, w.t(), scale, w_scale, bias, out_dtype=dtype, use_fast_accum=fast_accum)
 
     return multiply

@@ -128,6 +128,29 @@ def test_matmul_scales_before_bias_and_activation_and_repeats_its_bits():
     assert torch.equal(tkernels.matmul(x, w, bias, "relu", config=config, **options), got)
 
 
+def test_matmul_by_torch_adds_the_bias_itself_where_cublas_can_not(monkeypatch):
+    """As to products that cuBLAS would split along a deep K: 64 x 64 x 39744 with a bias, on a GPU without help."""
+    depth = 39744 if DEVICE.type == "cuda" else 144
+    x, w = integers((64, depth), E4M3, 1, -8, 8, DEVICE), integers((64, depth), E4M3, 2, -8, 8, DEVICE)
+    x_scale, w_scale, bias = powers(64, 3), powers(64, 4), integers(64, BF16, 5, -8, 8, DEVICE)
+    calls, multiply = [], torch._scaled_mm
+
+    def limited(*operands, bias=None, **options):
+        calls.append(bias is not None)
+        if bias is not None and DEVICE.type == "cpu":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`")
+        return multiply(*operands, bias=bias, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", limited)
+    multiplied_by(monkeypatch, "library")
+    for _ in range(2):
+        got = tkernels.matmul(x, w, bias, "relu", x_scale=x_scale, w_scale=w_scale)
+        total = truth(x, w, x_scale, w_scale)
+        want = (total + bias.double()).relu()  # of a sum that has been rounded, and is rounded once more
+        assert ((got.double() - want).abs() <= 2.0**-8 * (total.abs() + want)).all()
+    assert calls == [True, False, False]  # it is tried once
+
+
 def test_matmul_with_zero_scales_nan_and_sizes_of_zero(way):
     x, w = integers((16, 32), E4M3, 1, 1, 8, DEVICE), integers((16, 32), E4M3, 2, 1, 8, DEVICE)
     zero = torch.zeros(16, device=DEVICE)

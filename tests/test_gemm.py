@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from transports import launches
 
-from tkernels import choice, gemm, library, matmul, staging
+from tkernels import choice, gemm, matmul, staging
 from tkernels.comm import runtime
 from tkernels.comm.calls import LocalCalls
 from tkernels.configs import GemmConfig
@@ -422,16 +422,18 @@ def test_float32_is_multiplied_as_precisely_as_torch_is_told_by_any_of_its_switc
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_matmul_by_torch_sums_in_fp32_whatever_the_switches_and_leaves_them_alone(monkeypatch, dtype):
+def test_matmul_by_torch_sums_as_torchs_switches_say(by_library, dtype):
+    """Few tiles and a deep K, which cuBLAS splits: with partial sums in 16 bits, and in fp32, bit for bit as torch."""
     switch, name = torch.backends.cuda.matmul, f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}"
-    name, seen = f"{name}_reduced_precision_reduction", []
-    state = lambda: (getattr(switch, name), getattr(switch, f"{name}_split_k"))  # noqa: E731
-    monkeypatch.setattr(library, "_multiply_alike", lambda *_: seen.append(state()))
-    x = torch.ones(2, 8, dtype=dtype, device="meta")
-    for before in ((True, True), (False, True), (False, False)):
-        setattr(switch, name, before)
+    x, w = (normal((rows, 30_000), dtype, seed=rows, device=DEVICE) for rows in (36, 70))
+    for allowed in (True, False):
+        before = getattr(switch, f"{name}_reduced_precision_reduction")
+        setattr(switch, f"{name}_reduced_precision_reduction", allowed)
         try:
-            library.multiply_into(x.new_empty(2, 2), x, x, None, "ieee")
-            assert seen.pop() == (False, before[1]) and state() == before
+            y = matmul(x, w)
+            if x.is_cuda:
+                assert torch.equal(y, x @ w.t())
+            elif not allowed:
+                assert_close_to(y, matmul_reference(x, w), terms=30_000)
         finally:
-            setattr(switch, name, (True, True))
+            setattr(switch, f"{name}_reduced_precision_reduction", before)

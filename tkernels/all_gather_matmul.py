@@ -67,7 +67,7 @@ from tkernels.overlap import (
     tile_schedule,
     waves_of,
 )
-from tkernels.paths import plan_all_gather_matmul, plan_scaled_all_gather_matmul
+from tkernels.paths import plan_all_gather_matmul
 from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
@@ -301,10 +301,7 @@ class AllGatherMatmul(FusedCall):
         return None
 
     def plain(self, ctx: Context, x, w, bias, out, gathered, scales=None):
-        if scales is not None:
-            return plan_scaled_all_gather_matmul(ctx, x, gathered, self)
-        options = self.activation, self.return_gathered, self.rows, self.out_dtype, self.precision
-        return plan_all_gather_matmul(ctx, x, w, bias, out, gathered, *options)
+        return plan_all_gather_matmul(ctx, x, w, bias, out, gathered, self, scales)
 
     def fused(self, ctx: Context, x, w, bias, out, gathered, scales=None):
         config = self.configured(ctx, x, w, self.out_dtype)

@@ -601,15 +601,18 @@ class Matmul(NamedTuple):
         """The function that has torch multiply, add the bias, and then apply the activation to the rounded sums."""
         capture.prepare_cublas()
         (M, N), dtype, precision, activation = y.shape, y.dtype, self.precision, self.activation
+        adds_bias = True  # torch, while it multiplies
 
         def run(x, w, bias, out, scales=None):
+            nonlocal adds_bias
             y = x.new_empty((M, N), dtype=dtype) if out is None else out
-            with_bias = bias is not None and (bias if scales else x).dtype == dtype
+            with_bias = adds_bias and bias is not None and (bias if scales else x).dtype == dtype
             added = bias.contiguous() if with_bias else None
             if scales is None:
                 multiply_into(y, x, w, added, precision)
             else:
-                multiply_scaled_into(y, x, w, added, scales, precision)
+                adds_bias &= multiply_scaled_into(y, x, w, added, scales, precision)
+                with_bias &= adds_bias
             if bias is not None and not with_bias:
                 y.add_(bias)
             return activate_in_place(y, activation)

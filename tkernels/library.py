@@ -1,11 +1,14 @@
-"""The library's product: torch's own matmul, on GPUs cuBLAS. The plain path multiplies by it, and so do local products
-that it does faster than our kernel (choice.product_way).
+"""The library's product: torch's own matmul, on GPUs cuBLAS. Products that it does faster than our kernel are its
+(choice.product_way), those of the plain path included.
 
-It sums in fp32 whatever torch's switches allow: by default cuBLAS rounds the partial sums of a product that it splits
-along K to the operands' 16 bits. With that, 15 of 300 random results were beyond the limits of fp32 sums, by 2 %.
+It sums as torch's switches say. By default these let cuBLAS round the partial sums of a product that it splits along K
+to the operands' 16 bits (15 of 300 random results were beyond the limits of fp32 sums, by 2 %). Forbidding that cost 5
+of 300 random products 1.2 to 8 times their time on an H100, and whoever wants it can say so to torch:
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False.
 """
 
 import contextlib
+import functools
 
 import torch
 
@@ -25,21 +28,33 @@ def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: tor
         with in_precision(precision):
             _multiply_alike(out, x, w, bias)
     else:
-        with summing_in_fp32(x.dtype):
-            _multiply_alike(out, x, w, bias)
+        _multiply_alike(out, x, w, bias)
 
 
 def multiply_scaled_into(
     out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, scales, precision: str
-):  # fmt: skip
-    """The same of FP8 operands: out = x @ w.T * x_scale * w_scale + bias. scales: gemm.Scales, of any shapes."""
+) -> bool:  # fmt: skip
+    """The same of FP8 operands: out = x @ w.T * x_scale * w_scale + bias. scales: gemm.Scales, of any shapes.
+
+    Returns whether cuBLAS adds a bias to such products. It has no kernel for that where it splits a deep K of few tiles
+    (64x64x39744, 2x976x5520 on an H100); then `out` is without.
+    """
     x_scale, w_scale = scales
     if x_scale.numel() > 1 or w_scale.numel() > 1:  # torch takes either one for each operand, or one a row of each
         x_scale = x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
         w_scale = w_scale.reshape(1, -1).expand(1, w.shape[0]).contiguous()
-    torch._scaled_mm(
-        x, w.t(), x_scale, w_scale, bias, out_dtype=out.dtype, use_fast_accum=precision != "promoted", out=out
-    )
+    multiply = functools.partial(
+        torch._scaled_mm, x, w.t(), x_scale, w_scale, out_dtype=out.dtype, use_fast_accum=precision != "promoted",
+        out=out,
+    )  # fmt: skip
+    try:
+        multiply(bias=bias)
+    except RuntimeError as error:
+        if bias is None or "CUBLAS_STATUS_NOT_SUPPORTED" not in str(error):
+            raise
+        multiply()
+        return False
+    return True
 
 
 def _multiply_alike(out, x, w, bias):
@@ -58,24 +73,6 @@ def activate_in_place(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     elif activation is not None:
         torch.ops.aten.gelu_(y, approximate="tanh" if activation == "gelu_tanh" else "none")
     return y
-
-
-class summing_in_fp32:  # noqa: N801  # used as a function; as a generator it would take 2 us more
-    """In the block, torch rounds no partial sums of 16-bit matrices on GPUs."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
-
-    def __enter__(self):
-        switch = torch.backends.cuda.matmul
-        self.before = getattr(switch, self.name)
-        if self.before:
-            self.split = getattr(switch, f"{self.name}_split_k", True)  # whether it may split along K at all
-            setattr(switch, self.name, (False, self.split))
-
-    def __exit__(self, *_):
-        if self.before:
-            setattr(torch.backends.cuda.matmul, self.name, (True, self.split))
 
 
 @contextlib.contextmanager

@@ -479,8 +479,7 @@ class MatmulReduceScatter(FusedCall):
         return None
 
     def plain(self, ctx: Context, x, w, bias, out, scales=None):
-        options = self.activation, self.rows, self.out_dtype, self.wire_dtype, self.gather, self.precision
-        return plan_matmul_reduce(ctx, x, w, bias, out, *options)
+        return plan_matmul_reduce(ctx, x, w, bias, out, self, scales)
 
     def fused(self, ctx: Context, x, w, bias, out, scales=None):
         rows, gather, out_dtype, wire_dtype = self.rows, self.gather, self.out_dtype, self.wire_dtype

@@ -1,9 +1,10 @@
-"""Chooses the path of an operation: its fused kernel, or the plain path, a collective and torch.mm one after the other.
+"""Chooses the path of an operation: its fused kernel, or the plain path, a collective and `matmul` one after the other.
 
 Overlap pays off once there is enough communication to hide. Below that size the transfer takes a few microseconds, a
 fused kernel has fewer tiles than the GPU has SMs, and the plain path wins: cuBLAS splits K when there are few rows, and
 the collective sends packets. Both paths compute the same (fp32 sums in rank order, then bias once, then the activation)
-and have the same options and gradients. Only the rounding of intermediate partial sums may differ.
+and have the same options and gradients. Only the rounding of intermediate partial sums may differ, and where torch
+multiplies, that of sums before an activation.
 
 Where torch multiplies so much faster than our kernels that overlap could not make up for it, as in fp32, the plain path
 wins at any size.
@@ -23,14 +24,13 @@ import torch
 
 from tkernels import model
 from tkernels.choice import problem_of, product_way, product_ways
-from tkernels.comm import capture, collectives, runtime
+from tkernels.comm import collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import Regions
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
-from tkernels.gemm import Scales, check_result, layout_of, multiply, plan_finish, precision, problem_of_product
+from tkernels.gemm import Matmul, Scales, check_result, layout_of, plan_finish, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
-from tkernels.library import multiply_into
 from tkernels.model import PLAIN_BYTES, sent_dtype
 
 PATHS = ("fused", "plain")
@@ -218,86 +218,58 @@ def by_rule(
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies")
 
 
-def plan_all_gather_matmul(
-    ctx: Context, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, precision
-):  # fmt: skip
-    """Plan all_gather_matmul as all_gather and torch.mm, for tensors like these. Operands have been checked.
+def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales=None):
+    """Plan `call`, an all_gather_matmul, as all_gather, of FP8 with the scales, and `matmul`, for tensors like these.
 
-    Returns a function (x, w, bias, out, gathered) -> (y, the gathered x or None).
+    Returns a function of the same tensors: (y, the gathered x or None), and of FP8 its scales [M, 1] or None.
     """
-    (N, K), M = w.shape, sum(rows)
-    y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
-    separate = activation is not None or bias is not None and out_dtype != x.dtype
-    capture.prepare_cublas()
-    whole, product = _scratch(ctx, ((0,) if return_gathered else (M, K), x.dtype),
-                              ((M, N) if separate else (0,), torch.float32))  # fmt: skip
-    finish = plan_finish(product, bias, activation, y) if separate else None
-    into = gathered if return_gathered else whole
-    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS).prepare(ctx, x, into)
-
-    def run(x, w, bias, out, gathered):
-        y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        rows_of_all = gather(x, gathered if return_gathered else whole)
-        if separate:
-            multiply_into(product, rows_of_all, w, None, precision)
-            finish(product, bias, y)
-        else:
-            multiply_into(y, rows_of_all, w, bias, precision)
-        return y, rows_of_all if return_gathered else None
-
-    return run
-
-
-def plan_scaled_all_gather_matmul(ctx: Context, x, gathered, call):
-    """Plan all_gather_matmul of FP8, `call`, as all_gather of the rows and of their scales, and `matmul`.
-
-    Returns a function (x, w, bias, out, gathered, scales) -> (y, the gathered x or None, and its scales or None).
-    """
-    rows, (M, K), returned = call.rows, (sum(call.rows), x.shape[1]), call.return_gathered
+    (rows, returned), (M, K) = (call.rows, call.return_gathered), (sum(call.rows), x.shape[1])
     whole, whole_scales = _scratch(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
-    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
-    own_scales, options = whole_scales[: rows[ctx.rank]], (call.activation, call.out_dtype, None, call.precision)
     into = whole if not returned else whole_scales.new_empty((M, K), dtype=x.dtype) if gathered is None else gathered
-    gather_rows = gather.prepare(ctx, x.view(torch.uint8), into.view(torch.uint8))
-    gather_scales = gather.prepare(ctx, torch.empty_like(own_scales), whole_scales)
+    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
+    product = Matmul(call.activation, call.out_dtype, None, call.precision)
+    if scales is None:
+        gather_rows, multiply = gather.prepare(ctx, x, into), product.prepare(into, w, bias, out)
+    else:  # the collective takes FP8 as bytes
+        gather_rows = gather.prepare(ctx, x.view(torch.uint8), into.view(torch.uint8))
+        gather_scales = gather.prepare(ctx, whole_scales.new_empty(rows[ctx.rank]), whole_scales)
+        multiply = product.prepare(into, w, bias, out, Scales(whole_scales, scales.w))
 
-    def run(x, w, bias, out, gathered, scales):
+    def run(x, w, bias, out, gathered, scales=None):
         into = whole
         if returned:
             into = x.new_empty((M, K)) if gathered is None else gathered
+        if scales is None:
+            gather_rows(x, into)
+            return multiply(into, w, bias, out), into if returned else None
         all_scales = scales.x.new_empty((M,)) if returned else whole_scales
         gather_rows(x.view(torch.uint8), into.view(torch.uint8))
         gather_scales(scales.by_row(x.shape[0]).x, all_scales)
-        y = multiply(options, (into, w, bias, out, Scales(all_scales, scales.w)))
+        y = multiply(into, w, bias, out, Scales(all_scales, scales.w))
         return (y, into, all_scales.view(-1, 1)) if returned else (y, None, None)
 
     return run
 
 
-def plan_matmul_reduce(
-    ctx: Context, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather: bool, precision
-):  # fmt: skip
-    """Plan matmul_reduce_scatter, with `gather` matmul_all_reduce, as torch.mm, of FP8 `matmul`, and the collective.
+def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
+    """Plan `call`, matmul_reduce_scatter or matmul_all_reduce, as `matmul` and the collective, for tensors like these.
 
     Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
     """
-    (M, _), N = x.shape, w.shape[0]
-    name, shape = ("matmul_all_reduce", (M, N)) if gather else ("matmul_reduce_scatter", (rows[ctx.rank], N))
-    y = check_result(name, out, x, shape, out_dtype)
-    separate = bias is not None or activation is not None
-    capture.prepare_cublas()
-    partial, sums = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
-    finish = plan_finish(sums, bias, activation, y) if separate else None
+    (M, _), N, out_dtype = x.shape, w.shape[0], call.out_dtype
+    shape = (M if call.gather else call.rows[ctx.rank], N)
+    y = check_result(call.operation, out, x, shape, out_dtype)
+    separate = bias is not None or call.activation is not None
+    partial, sums = _scratch(ctx, ((M, N), call.wire_dtype), (shape if separate else (0,), torch.float32))
+    finish = plan_finish(sums, bias, call.activation, y) if separate else None
 
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
-    kind, rows = (collectives.AllReduce, None) if gather else (collectives.ReduceScatter, rows)
+    kind, rows = (collectives.AllReduce, None) if call.gather else (collectives.ReduceScatter, call.rows)
     reduce = kind(rows, collectives.ALONE_PROGRAMS, out_dtype=dtype).prepare(ctx, partial, into)
+    multiply = Matmul(None, call.wire_dtype, None, call.precision).prepare(x, w, None, partial, scales)
 
     def run(x, w, bias, out, scales=None):
-        if scales is None:
-            multiply_into(partial, x, w, None, precision)
-        else:
-            multiply((None, wire_dtype, None, precision), (x, w, None, partial, scales))
+        multiply(x, w, None, partial, scales)
         if not separate:
             return reduce(partial, out)
         reduce(partial, sums)
