@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,15 @@ PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are mi
 _log = logging.getLogger("tkernels")
 _meetings = collections.Counter()  # number of meetings so far, by `Group._key`
 _turns = weakref.WeakKeyDictionary()  # by process group: its meetings must not overlap
+
+
+class _Arrival(NamedTuple):
+    """What ranks exchange in a meeting."""
+
+    call: str
+    line: str
+    alike: dict
+    value: object
 
 
 class Group:
@@ -84,7 +94,8 @@ class Group:
 
         call: name of this rank's call; by default the operation of `during`, or the library's function that calls.
 
-        Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike.
+        Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike, or
+        if a rank is in torch's all_gather_object, which gets what was meant for the meeting.
         Raises TkernelsError if a rank has gone, if another thread meets over the same process group, and once the group
         is closed. A waiting rank logs the missing ones after PATIENCE_S; the limit of the wait is torch.distributed's.
         With `limit_s`, ranks that have not come to a meeting in a call by then are named in an OutOfStepError.
@@ -104,11 +115,17 @@ class Group:
         call, ranks = call or operation, [None] * self.size
         with self._turn, self._arriving(call, line):
             try:
-                dist.all_gather_object(ranks, (call, line, alike, value), group=self.process_group)
+                dist.all_gather_object(ranks, _Arrival(call, line, alike, value), group=self.process_group)
             except RuntimeError as error:  # from the backend
                 raise TkernelsError(
                     f"{call} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
                 ) from error
+        if strange := [rank for rank, each in enumerate(ranks) if not isinstance(each, _Arrival)]:
+            raise MismatchError(
+                f"{call} ({line}): the ranks are out of step: rank {strange[0]} is in a collective of the program's "
+                f"own over the same process group, which sent {reprlib.repr(ranks[strange[0]])}; all must make the "
+                f"same calls in the same order"
+            )
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)

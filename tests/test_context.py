@@ -841,6 +841,12 @@ def test_ranks_out_of_step_all_hear_where_each_of_them_is(ctx):
     assert "rank 0 is in tkernels.comm.heap.empty (" in message and "rank 1 is in a call of the program's" in message
     assert message.count(f"{os.path.basename(__file__)}:") == 2 and "the same calls in the same order" in message
 
+    if ctx.rank == 0:
+        with pytest.raises(MismatchError, match="rank 1 is in a collective of the program's own .* 'a loss'"):
+            ctx.empty(4)
+    else:
+        dist.all_gather_object([None] * 2, "a loss", group=ctx.group.process_group)
+
     context = tkernels.init(heap_bytes=4 << 20)
     with pytest.raises(OutOfStepError, match=f"rank 0 is in init.*; rank 1 is in finalize.. of {context.name} "):
         tkernels.init(heap_bytes=4 << 20) if ctx.rank == 0 else context.finalize()  # which rank 0 may go on to use
