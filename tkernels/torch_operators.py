@@ -70,17 +70,19 @@ def _matmul_impl(x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_
     return multiply(options, (x, w, bias, None, *Scales.given(x_scale, w_scale)))
 
 
-def _product_fake(M, x, w, out_dtype):
+def _product_fake(M, x, w, out_dtype=None):
     return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype))
+
+
+def _gathered_fake(M, x_shard_m, return_gathered):
+    return x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
 
 
 ops.matmul = define(
     "matmul(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
     " ScalarType? out_dtype=None, bool fast_accum=True) -> Tensor",
     _matmul_impl,
-    lambda x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_accum=True: _product_fake(
-        x.shape[0], x, w, out_dtype
-    ),
+    lambda x, w, bias, x_scale, w_scale, activation, out_dtype=None, *_: _product_fake(x.shape[0], x, w, out_dtype),
     _matmul_backward,
     saved=2,
 )
@@ -142,42 +144,55 @@ def _all_gather_matmul_impl(x_shard_m, *arguments, **options):
 
 
 def _all_gather_matmul_fake(
-    x_shard_m, w, bias, x_scale, w_scale, activation, return_gathered, rows, context, path=None, out_dtype=None,
-    fast_accum=True,
+    x_shard_m, w, bias, x_scale, w_scale, activation, return_gathered, rows, context, path=None, out_dtype=None, *_
 ):  # fmt: skip
     M = sum(rows)
-    gathered = x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
     scales = (M, 1) if return_gathered and x_scale is not None else (0,)
-    return _product_fake(M, x_shard_m, w, out_dtype), gathered, x_shard_m.new_empty(scales, dtype=torch.float32)
+    y, gathered = _product_fake(M, x_shard_m, w, out_dtype), _gathered_fake(M, x_shard_m, return_gathered)
+    return y, gathered, x_shard_m.new_empty(scales, dtype=torch.float32)
 
 
 def _all_gather_matmul_setup(ctx, inputs, output):
     x_shard_m, w, _, _, _, *ctx.options = inputs
     _, return_gathered, *_ = ctx.options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(w, output[1] if return_gathered else x_shard_m)
+    ctx.save_for_backward(output[1] if return_gathered else x_shard_m, w)
 
 
 def _all_gather_matmul_backward(ctx, dy, dgathered, _):
-    activation, return_gathered, rows, context, path, *_ = ctx.options
-    w, x = ctx.saved_tensors
-    dy = _gradient("all_gather_matmul", x, dy, activation)
-    dx = dw = dbias = None
-    if dy is not None:
-        dy = _with_unit_stride(dy)
-        if ctx.needs_input_grad[1]:
-            dw = _product(dy.t(), x if return_gathered else ops.all_gather(x, rows, context))
-        # Unless the graph is retained, free the gathered rows before dx takes memory.
-        del x
-        ctx.maybe_clear_saved_tensors()
-        if ctx.needs_input_grad[0]:
-            dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, None, None, rows, context, path)
-        if ctx.needs_input_grad[2]:
-            dbias = dy.sum(0)
-    if dgathered is not None and return_gathered and ctx.needs_input_grad[0]:
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    options = "all_gather_matmul", [True], *ctx.options[:5]
+    dx, (dw,), (dbias,) = _gradients_of_gathered(ctx, options, need_x, [need_w], [need_bias], [dy], dgathered)
+    return dx, dw, dbias, *_none_of(ctx)
+
+
+def _gradients_of_gathered(ctx, options, need_x, need_ws, need_biases, dys, dgathered):
+    """dx, and lists of dw and of dbias, of one gather and its products.
+
+    options: the operator's name, whether each product has a bias, then its options up to path. need_biases: of those.
+    """
+    name, biased, activation, return_gathered, rows, context, path = options
+    x, *ws = ctx.saved_tensors
+    dys = [_gradient(name, x, dy, activation) for dy in dys]
+    dys = [None if dy is None else _with_unit_stride(dy) for dy in dys]
+    dx, dws = None, [need and dy is not None for need, dy in zip(need_ws, dys, strict=True)]
+    x = ops.all_gather(x, rows, context) if any(dws) and not return_gathered else x
+    dws = [_product(dy.t(), x) if wanted else None for wanted, dy in zip(dws, dys, strict=True)]
+    # Unless the graph is retained, free the gathered rows before dx takes memory.
+    del x
+    ctx.maybe_clear_saved_tensors()
+    pairs = [(dy, w) for dy, w in zip(dys, ws, strict=True) if dy is not None]
+    if need_x and pairs:
+        dy, w = pairs[0]
+        if len(pairs) > 1:
+            dy, w = torch.cat([dy for dy, _ in pairs], 1), torch.cat([w for _, w in pairs])
+        dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, None, None, rows, context, path)
+    if need_x and dgathered is not None and return_gathered:
         from_gathered = ops.reduce_scatter(dgathered.contiguous(), rows, context)
         dx = from_gathered if dx is None else dx + from_gathered
-    return dx, dw, dbias, *_none_of(ctx)
+    with_bias = [dy for dy, each in zip(dys, biased, strict=True) if each]
+    dbiases = [dy.sum(0) if need and dy is not None else None for need, dy in zip(need_biases, with_bias, strict=True)]
+    return dx, dws, dbiases
 
 
 ops.all_gather_matmul = define(
@@ -206,8 +221,7 @@ def _all_gather_matmuls_impl(x_shard_m, *arguments, **options):
 
 def _all_gather_matmuls_fake(x_shard_m, ws, biases, biased, activation, return_gathered, rows, context, path):
     M = sum(rows)
-    gathered = x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
-    return [x_shard_m.new_empty((M, w.shape[0])) for w in ws], gathered
+    return [_product_fake(M, x_shard_m, w) for w in ws], _gathered_fake(M, x_shard_m, return_gathered)
 
 
 def _all_gather_matmuls_setup(ctx, inputs, output):
@@ -217,31 +231,8 @@ def _all_gather_matmuls_setup(ctx, inputs, output):
 
 
 def _all_gather_matmuls_backward(ctx, dys, dgathered):
-    return *_gradients_of_several(ctx, *ctx.needs_input_grad[:3], dys, dgathered), *[None] * len(ctx.options)
-
-
-def _gradients_of_several(ctx, need_x, need_ws, need_biases, dys, dgathered):
-    biased, activation, return_gathered, rows, context, path = ctx.options
-    x, *ws = ctx.saved_tensors
-    dys = [_gradient("all_gather_matmuls", x, dy, activation) for dy in dys]
-    dys = [None if dy is None else _with_unit_stride(dy) for dy in dys]
-    dx, dws = None, [need and dy is not None for need, dy in zip(need_ws, dys, strict=True)]
-    x = ops.all_gather(x, rows, context) if any(dws) and not return_gathered else x
-    dws = [_product(dy.t(), x) if wanted else None for wanted, dy in zip(dws, dys, strict=True)]
-    del x  # as in all_gather_matmul
-    ctx.maybe_clear_saved_tensors()
-    pairs = [(dy, w) for dy, w in zip(dys, ws, strict=True) if dy is not None]
-    if need_x and pairs:
-        dy, w = pairs[0]
-        if len(pairs) > 1:
-            dy, w = torch.cat([dy for dy, _ in pairs], 1), torch.cat([w for _, w in pairs])
-        dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, None, None, rows, context, path)
-    if need_x and dgathered is not None and return_gathered:
-        from_gathered = ops.reduce_scatter(dgathered.contiguous(), rows, context)
-        dx = from_gathered if dx is None else dx + from_gathered
-    with_bias = [dy for dy, each in zip(dys, biased, strict=True) if each]
-    dbiases = [dy.sum(0) if need and dy is not None else None for need, dy in zip(need_biases, with_bias, strict=True)]
-    return dx, dws, dbiases
+    options = "all_gather_matmuls", *ctx.options
+    return *_gradients_of_gathered(ctx, options, *ctx.needs_input_grad[:3], dys, dgathered), *[None] * len(ctx.options)
 
 
 class _Several(torch.autograd.Function):
@@ -262,7 +253,8 @@ class _Several(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         (*dys, dgathered), (_, need_x, *needs) = gradients, ctx.needs_input_grad
-        dx, dws, dbiases = _gradients_of_several(ctx, need_x, needs[: len(dys)], needs[len(dys) :], dys, dgathered)
+        options, needs = ("all_gather_matmuls", *ctx.options), (need_x, needs[: len(dys)], needs[len(dys) :])
+        dx, dws, dbiases = _gradients_of_gathered(ctx, options, *needs, dys, dgathered)
         return None, dx, *dws, *dbiases
 
 
@@ -296,13 +288,17 @@ def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gat
     return _all_gather_matmuls_direct(x_shard_m, ws, given, *options)
 
 
-def _matmul_reduce_scatter_impl(
-    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None,
+def _reduction(
+    kind, x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None,
     wire_dtype=None, fast_accum=True,
 ):  # fmt: skip
-    options = activation, tuple(rows), out_dtype, None, path, precision(x_shard_k.dtype, fast_accum)
-    call, scales = MatmulReduceScatter(*options, wire_dtype=wire_dtype), Scales.given(x_scale, w_scale)
+    options = activation, rows, out_dtype, None, path, precision(x_shard_k.dtype, fast_accum)
+    call, scales = kind(*options, wire_dtype=wire_dtype), Scales.given(x_scale, w_scale)
     return find_context(context).call(call, x_shard_k, w_shard_k, bias, None, *scales)
+
+
+def _matmul_reduce_scatter_impl(x, w, bias, x_scale, w_scale, activation, rows, *options):
+    return _reduction(MatmulReduceScatter, x, w, bias, x_scale, w_scale, activation, tuple(rows), *options)
 
 
 def _matmul_reduce_scatter_fake(
@@ -370,13 +366,8 @@ ops.matmul_reduce_scatter_backward = define(
 )
 
 
-def _matmul_all_reduce_impl(
-    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, context, path=None, out_dtype=None, wire_dtype=None,
-    fast_accum=True,
-):  # fmt: skip
-    options = activation, None, out_dtype, None, path, precision(x_shard_k.dtype, fast_accum)
-    call, scales = MatmulAllReduce(*options, wire_dtype=wire_dtype), Scales.given(x_scale, w_scale)
-    return find_context(context).call(call, x_shard_k, w_shard_k, bias, None, *scales)
+def _matmul_all_reduce_impl(x, w, bias, x_scale, w_scale, activation, *options):
+    return _reduction(MatmulAllReduce, x, w, bias, x_scale, w_scale, activation, None, *options)
 
 
 def _matmul_all_reduce_fake(
