@@ -13,40 +13,11 @@ import torch.distributed as dist
 import triton.language as tl
 from torch.distributed.device_mesh import DeviceMesh
 
-from tkernels.comm import capture, contexts, interpreter, runtime
+from tkernels.comm import calls, capture, contexts, device, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch, whole
-from tkernels.comm.calls import (
-    CALL_BITS,
-    Call,
-    Shared,
-    Turn,
-    describe,
-    difference,
-    differences,
-    elsewhere,
-    form_name,
-    local_calls,
-)
+from tkernels.comm.calls import Call, Shared, Turn
 from tkernels.comm.copies import Copies, Send
-from tkernels.comm.device import (
-    BEGUN,
-    CLOCK,
-    FAULT_FIELDS,
-    FAULT_RECORD,
-    FAULTS,
-    FORM,
-    HOST_FLAG,
-    OFFSETS,
-    OP_OVERLAP,
-    OVERLAP,
-    RANK,
-    SIZE,
-    TIMEOUT_NS,
-    TRANSPORTS,
-    Link,
-    operation_name,
-    overlap_kernel,
-)
+from tkernels.comm.device import Link
 from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
@@ -215,7 +186,7 @@ class Context:
         asked, in_use = zip(*contexts.meet(self.group, contexts.INIT, options), strict=True)
         if wrong := [each for each in asked if isinstance(each, Exception)]:
             raise wrong[0]
-        if found := differences(asked):
+        if found := calls.differences(asked):
             raise MismatchError(f"init: the ranks' options differ, in {found}; all must pass the same")
         contexts.give_back_unused(self.group, set().union(*in_use))
         self.name = self.group.name = contexts.agree_on_name(self.group)
@@ -238,7 +209,7 @@ class Context:
             self.heap.close()
             raise
         contexts.enter(self, default)
-        local_calls.clear()  # they depend on the default context's tuning records
+        calls.local_calls.clear()  # they depend on the default context's tuning records
 
     def _prepare(self, transport: str):
         """Collective. Set up everything that kernels need besides the heap."""
@@ -251,11 +222,11 @@ class Context:
                 f"init: transport={transport!r} can't reach every rank on the {self.runtime} runtime; "
                 f"usable: {', '.join(usable)}"
             )
-        self.transport_id = TRANSPORTS[self.transport]
+        self.transport_id = device.TRANSPORTS[self.transport]
         self.mapped = usable[0] != "nvshmem"  # whether every rank's memory is mapped in every rank's address space
 
         self.heap.reserve(min(self.heap.num_bytes // 8, CAPTURE_BYTES))
-        words = FAULT_RECORD.value * (1 + self.size)
+        words = device.FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)
         with self.group.together("init: this context's own memory could not be made", "Is the device's memory full?"):
             self._allocate()
@@ -280,13 +251,13 @@ class Context:
     def make_table(self, begun: torch.Tensor | None = None) -> torch.Tensor:
         """What kernels find peers, limits and fault records by. begun: of the workspace whose table it is."""
         segment = self.heap.segment
-        head = [0] * OFFSETS.value
-        head[RANK.value], head[SIZE.value] = self.rank, self.size
-        head[TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
-        head[FAULTS.value] = self._faults.data_ptr()
-        head[HOST_FLAG.value] = self._host_flag.data_ptr()
-        head[CLOCK.value] = self._clock.data_ptr()
-        head[BEGUN.value] = 0 if begun is None else begun.data_ptr()
+        head = [0] * device.OFFSETS.value
+        head[device.RANK.value], head[device.SIZE.value] = self.rank, self.size
+        head[device.TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
+        head[device.FAULTS.value] = self._faults.data_ptr()
+        head[device.HOST_FLAG.value] = self._host_flag.data_ptr()
+        head[device.CLOCK.value] = self._clock.data_ptr()
+        head[device.BEGUN.value] = 0 if begun is None else begun.data_ptr()
         mine = segment.bases[self.rank]
         offsets = [base and base - mine for base in (*segment.bases, *segment.symmetric_bases)]
         return self._on_device([*head, *offsets, *segment.pes])
@@ -395,7 +366,7 @@ class Context:
         Raises TkernelsError if a call of another thread has begun and not returned. As other ranks may have made both
         calls, the context can't be used any more then, here or on any rank.
         """
-        if elsewhere(self.device):
+        if calls.elsewhere(self.device):
             with torch.cuda.device(self.device):
                 return self.call(call, *tensors)
         with self.turn:
@@ -403,7 +374,7 @@ class Context:
 
     def prepared(self, call: Call, tensors: tuple[torch.Tensor | None, ...]):
         """The function of tensors like these that carries out such calls on the current stream; see `Call.prepare`."""
-        key = type(call), *call, *map(describe, tensors)
+        key = type(call), *call, *map(calls.describe, tensors)
         found = self._workspaces.current(self).prepared(key, self._prepare_call, call, tensors)
         if self._compares_calls and not self.capturing:
             with self._during(call, tensors):
@@ -428,7 +399,7 @@ class Context:
             side = contextlib.nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
             with side:
                 # Not by `launch`, whose programs start together: this one need not fit beside the other's kernel.
-                overlap_kernel[(1,)](self.table, self.rank, self.link(OP_OVERLAP), num_warps=1)
+                device.overlap_kernel[(1,)](self.table, self.rank, self.link(device.OP_OVERLAP), num_warps=1)
         self._flag[0], self.reported = 1, True
         self.check()
 
@@ -470,7 +441,7 @@ class Context:
             raise TkernelsError(self._interruption)
         deadline = time.monotonic() + 5.0  # a flag is set shortly before its record is complete
         while True:
-            words = self._faults.cpu().view(-1, FAULT_RECORD.value)
+            words = self._faults.cpu().view(-1, device.FAULT_RECORD.value)
             if not words[0, 0]:
                 return
             written = [record for record in words[1:].tolist() if record[0]]
@@ -480,22 +451,22 @@ class Context:
         self.reported = True
         if not written:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
-        fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
-        fields["operation"] = operation_name(fields["operation"])
-        calls = fields.pop("calls")
-        if calls == OVERLAP.value:
+        fields = dict(zip(device.FAULT_FIELDS[1:], written[0][1:], strict=False))
+        fields["operation"] = device.operation_name(fields["operation"])
+        told = fields.pop("calls")
+        if told == device.OVERLAP.value:
             raise TkernelsError(
                 f"two threads of rank {fields['rank']} made calls of one context that overlapped, as the error there "
                 f"says. {AFRESH}"
             )
-        if calls == FORM.value:
+        if told == device.FORM.value:
+            expected, seen = map(calls.form_name, (fields["expected"], fields["seen"]))
             raise MismatchError(
-                f"{fields['operation']}: rank {fields['rank']} expects {form_name(fields['expected'])}, and rank "
-                f"{fields['peer']} has sent {form_name(fields['seen'])} (messages go in parts of a slot); both must "
-                f"name the same size and dtype. {AFRESH}"
+                f"{fields['operation']}: rank {fields['rank']} expects {expected}, and rank {fields['peer']} has sent "
+                f"{seen} (messages go in parts of a slot); both must name the same size and dtype. {AFRESH}"
             )
-        if calls:
-            numbers = divmod(calls, 1 << CALL_BITS)
+        if told:
+            numbers = divmod(told, 1 << calls.CALL_BITS)
             raise MismatchError(self._name_calls(dict(zip((fields["rank"], fields["peer"]), numbers, strict=True))))
         ranks = self.group.global_ranks
         raise WaitTimeoutError(Fault(**fields), self.timeout_s, None if ranks == list(range(self.size)) else ranks)
@@ -507,7 +478,7 @@ class Context:
             first, second = sorted(numbers)
             told = self.group.tell(f"{self.name}/call", own and own.to_json(), (first, second), NAMES_LIMIT_S)
             call, other = (text and Shared.from_json(text) for text in told)
-            self._mismatch = f"{difference(first, call, second, other)}. {AFRESH}"
+            self._mismatch = f"{calls.difference(first, call, second, other)}. {AFRESH}"
         return self._mismatch
 
     def interrupt(self, error: BaseException):
@@ -541,7 +512,7 @@ class Context:
         """
         if not contexts.leave(self):
             return
-        local_calls.clear()
+        calls.local_calls.clear()
         failed = self.failed
         if not failed:
             try:
@@ -567,7 +538,7 @@ class Context:
     def give_back(self):
         """Free the memory without a meeting: for ranks that know that none of them uses the context any more."""
         if contexts.leave(self):
-            local_calls.clear()
+            calls.local_calls.clear()
             self._give_back()
 
     def _give_back(self, keep_heap: bool = False):
@@ -593,8 +564,8 @@ def _options(transport, timeout_s, num_programs, heap_bytes, compare_calls) -> d
     """The options of `init` that all ranks must share, by name. Raises TypeError, ValueError or TkernelsError."""
     check_type("init: transport", transport, str, "a name")
     check_type("init: timeout_s", timeout_s, numbers.Real, "a number")
-    if transport not in ("auto", *TRANSPORTS):
-        raise ValueError(f"init: transport={transport!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
+    if transport not in ("auto", *device.TRANSPORTS):
+        raise ValueError(f"init: transport={transport!r} is unknown; use auto, {', '.join(device.TRANSPORTS)}")
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(f"init: timeout_s={timeout_s} must be positive, and at most {MAX_TIMEOUT_S:g}, or 30 years")
     num_programs = runtime.default_programs() if num_programs is None else num_programs

@@ -96,7 +96,7 @@ def test_overlap_config_of_the_last_record_of_a_bucket_counts():
 def test_overlap_config_looks_a_second_call_up_in_a_dictionary():
     ctx = context(record(TUNED))
     first = overlap_config(ctx, AG, 256, 64, 128, BF16, "TN")
-    with mock.patch.object(choice, "choose", side_effect=AssertionError("chosen again")):
+    with mock.patch.object(choice.model, "choose", side_effect=AssertionError("chosen again")):
         assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") is first
 
 

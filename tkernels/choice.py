@@ -14,38 +14,14 @@ from dataclasses import fields, replace
 
 import torch
 
-from tkernels import tuned
+from tkernels import configs, model, tuned
 from tkernels.comm.calls import local_calls
 from tkernels.comm.context import Context
 from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import (
-    DTYPES,
-    FP8,
-    LAYOUTS,
-    OPERATIONS,
-    GemmConfig,
-    OverlapConfig,
-    chunks_fit,
-    for_precision,
-    name_of,
-    result_dtype,
-)
+from tkernels.configs import GemmConfig, OverlapConfig, name_of
 from tkernels.gpus import GPU, SIMULATED, gpu_here
-from tkernels.model import (
-    KERNEL,
-    LIBRARY,
-    STAGED,
-    Prediction,
-    Problem,
-    choose,
-    default_config,
-    fastest,
-    predict,
-    predict_library,
-    predict_staged,
-    wire_of,
-)
+from tkernels.model import Prediction, Problem
 
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MAX_CHOICES = 4096  # configurations that a context keeps
@@ -115,8 +91,9 @@ def gemm_config(
     key = (M, N, K, dtype, layout, stored, gpu, precision)
     if key not in known:
         config = known.found("matmul", M, N, K, dtype, layout, precision)
-        config = for_precision(config or default_config(M, N, dtype, layout != "pointers", gpu), precision)
-        if stored is not None and stored.itemsize > result_dtype(dtype).itemsize:
+        config = config or model.default_config(M, N, dtype, layout != "pointers", gpu)
+        config = configs.for_precision(config, precision)
+        if stored is not None and stored.itemsize > configs.result_dtype(dtype).itemsize:
             config = replace(config, num_stages=min(config.num_stages, 3))
         _keep(known, key, config)
     return known[key]
@@ -129,15 +106,15 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
         sizes = problem.M, problem.N, problem.K
         return gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu, problem.precision)
 
-    fp8, simulated = problem.dtype in FP8, problem.gpu is SIMULATED
+    fp8, simulated = problem.dtype in configs.FP8, problem.gpu is SIMULATED
     config, found = config_of(problem.orientation if fp8 else problem.layout), {}
     if not (fp8 and problem.staged) or simulated:  # to store such rows takes longer than to multiply FP8
-        found[KERNEL] = config, predict(problem, config)
+        found[model.KERNEL] = config, model.predict(problem, config)
     if problem.staged and problem.dtype.itemsize <= 2:
         config = config_of(problem.orientation)
-        found[STAGED] = config, predict_staged(problem, config)
+        found[model.STAGED] = config, model.predict_staged(problem, config)
     if problem.library:
-        found[LIBRARY] = None, predict_library(problem)
+        found[model.LIBRARY] = None, model.predict_library(problem)
     return found
 
 
@@ -147,7 +124,8 @@ def product_way(problem: Problem) -> tuple[str, GemmConfig | None]:
     On the simulated runtime, which is there to run the kernels, it is our kernel, on the operands where they lie.
     """
     ways = product_ways(problem)
-    way = KERNEL if problem.gpu is SIMULATED else fastest(problem, {name: each[1] for name, each in ways.items()})
+    predicted = {name: prediction for name, (_, prediction) in ways.items()}
+    way = model.KERNEL if problem.gpu is SIMULATED else model.fastest(problem, predicted)
     return way, ways[way][0]
 
 
@@ -164,7 +142,7 @@ def overlap_config(
     key = *call, sending, precision, whole_chunks
     if key not in known:
         problem = problem_of(ctx, *call, sending, whole_chunks)
-        _keep(known, key, _adapted(known.found(*call, precision), problem) or choose(problem))
+        _keep(known, key, _adapted(known.found(*call, precision), problem) or model.choose(problem))
     return known[key]
 
 
@@ -189,10 +167,10 @@ def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | 
     """A tuned configuration in the wire format by rule; None where it can't be sent, or hasn't the programs."""
     if config is None:
         return None
-    wire, available = wire_of(problem), min(problem.programs, config.max_programs or problem.programs)
+    wire, available = model.wire_of(problem), min(problem.programs, config.max_programs or problem.programs)
     tile_by_tile = config.interleaved and problem.mapped and not problem.whole_chunks
     sends = config.num_comm or not problem.sending and (wire.landing and not config.interleaved or tile_by_tile)
-    if not sends or config.num_comm >= available or not chunks_fit(wire.chunk_rows, config.gemm.block_m):
+    if not sends or config.num_comm >= available or not configs.chunks_fit(wire.chunk_rows, config.gemm.block_m):
         return None
     return config.with_wire(wire)
 
@@ -214,8 +192,8 @@ def bucket(
 def read_record(record: dict) -> tuple[Bucket, GemmConfig | OverlapConfig]:
     """(bucket's key, configuration) of a record with unchecked contents. Raises ValueError if they are invalid."""
     operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
-    fp8 = [name_of(each) + how for each in FP8 for how in ("", PRECISE)]
-    known = operation in OPERATIONS and dtype in [*map(name_of, DTYPES), *fp8] and layout in LAYOUTS
+    dtypes = [*map(name_of, configs.DTYPES), *(name_of(each) + how for each in configs.FP8 for how in ("", PRECISE))]
+    known = operation in configs.OPERATIONS and dtype in dtypes and layout in configs.LAYOUTS
     whole = all(isinstance(size, int) and size > 0 and not size & (size - 1) for size in sizes)
     if not (known and whole):
         raise ValueError(f"there is no bucket {key}")

@@ -24,24 +24,15 @@ from typing import NamedTuple
 
 import torch
 
+from tkernels import configs
 from tkernels.comm.mail import MAX_LOOK
 from tkernels.comm.runtime import HOPPER
-from tkernels.configs import (
-    COPIES,
-    DTYPES,
-    FP8,
-    MIN_CHUNK_ROWS,
-    GemmConfig,
-    OverlapConfig,
-    Wire,
-    by_copy_engine,
-    result_dtype,
-)
+from tkernels.configs import FP8, GemmConfig, OverlapConfig, Wire, result_dtype
 from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
 from tkernels.waves import end_of, plan_waves
 
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-FP32, FP16, BF16 = DTYPES
+FP32, FP16, BF16 = configs.DTYPES
 COPY_ENGINE, INTERLEAVED, PROGRAMS = "copy engine", "interleaved", "comm programs"  # who sends
 KERNEL, STAGED, LIBRARY = "kernel", "staged", "library"  # who multiplies for a local product
 
@@ -229,7 +220,7 @@ def wire_of(problem: Problem) -> Wire:
         while -(-problem.rows // chunk_rows) * problem.peers > MAX_LOOK.value:
             chunk_rows *= 2
         return Wire(chunk_rows, True)
-    chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
+    chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, configs.MIN_CHUNK_ROWS), 128)
     large = problem.stored_by_pair and problem.M * row_bytes >= 2 * PAIR_SHARE_BYTES
     return Wire(chunk_rows * 2 if large else chunk_rows, False)
 
@@ -268,7 +259,7 @@ def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
 
 def _copied(problem: Problem, config: OverlapConfig) -> OverlapConfig | str:
     if config.landing:
-        return by_copy_engine(config, problem.rows, problem.row_bytes, 1 if problem.gathers else COPIES)
+        return configs.by_copy_engine(config, problem.rows, problem.row_bytes, 1 if problem.gathers else configs.COPIES)
     if problem.sending or not problem.mapped:
         return "comm programs must send" if problem.sending else "it reaches no other machine"
     share = problem.rows * problem.row_bytes

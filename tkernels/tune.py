@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
-from tkernels import model, operators, tuned
+from tkernels import configs, model, operators, tuned
 from tkernels.choice import KEY, PRECISE, bucket, choices_of, forget_calls, problem_of
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
@@ -27,17 +27,7 @@ from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import (
-    FP8,
-    LAYOUTS,
-    OPERATIONS,
-    GemmConfig,
-    OverlapConfig,
-    for_precision,
-    name_of,
-    result_dtype,
-    with_room_for,
-)
+from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, layout_of, precision
 from tkernels.library import multiply_scaled_into
 from tkernels.paths import Choice, check_depth, explain, local_sizes
@@ -79,8 +69,8 @@ class Job:
 
     def check(self, ranks: int):
         """Raises ValueError for a job that cannot be tuned on that many ranks."""
-        if self.operation not in OPERATIONS:
-            raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(OPERATIONS)}")
+        if self.operation not in configs.OPERATIONS:
+            raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(configs.OPERATIONS)}")
         if ranks == 1 and self.operation != "matmul":
             raise ValueError(
                 f"tune: one rank multiplies alone, so {self.operation} is matmul there, with matmul's configuration; "
@@ -88,7 +78,7 @@ class Job:
             )
         if min(self.M, self.N, self.K) < 1:
             raise ValueError(f"tune: M={self.M}, N={self.N}, K={self.K} must be at least 1")
-        takes = LAYOUTS if self.operation != "all_gather_matmul" else ("TN", "NN", "pointers")
+        takes = configs.LAYOUTS if self.operation != "all_gather_matmul" else ("TN", "NN", "pointers")
         takes = ("TN",) if self.dtype in FP8 else takes
         if self.layout not in takes:
             of = f" of {name_of(self.dtype)}" if self.dtype in FP8 else ""
@@ -296,9 +286,9 @@ class _Search:
         if job.operation == "matmul":
             self.problem = replace(self.problem, ranks=1, programs=runtime.default_programs())
             M, N, _ = job.local(ctx.size)
-            self.default = for_precision(model.default_config(M, N, job.dtype, self.problem.tma), job.precision)
+            self.default = configs.for_precision(model.default_config(M, N, job.dtype, self.problem.tma), job.precision)
         else:
-            self.default = with_room_for(model.choose(usual), result_dtype(job.dtype), job.dtype, job.precision)
+            self.default = configs.with_room_for(model.choose(usual), result_dtype(job.dtype), job.dtype, job.precision)
 
     def run(self, grid: dict[str, list] | None) -> Outcome:
         if (reason := self._try(self.default)) is not None:
