@@ -1,8 +1,10 @@
 """all_gather_matmul against the unsharded product: any shape, dtype and layout, call after call."""
 
+import contextlib
 import functools
 import importlib
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from transports import (
     every_transport_if_exhaustive,
     fewer,
     late,
+    launches,
     memory_that_kernels_get,
     over,
     poison_workspace,
+    staged_rows,
 )
 
 import tkernels
@@ -57,6 +61,51 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
         want = reference(ctx, x, w, bias, activation)
         assert torch.equal(y, want.to(dtype)), (rows, N, K)
         assert torch.equal(gathered, tkernels.all_gather(x, rows=rows, ctx=ctx)), (rows, N, K)
+
+
+@pytest.mark.ranks(2, 3)
+@every_transport
+def test_all_gather_matmul_stages_rows_that_tma_can_not_take(ctx, transport):
+    """Of x, which is sent in wider rows, of w and of y, each alone and together; the gathered x has its own rows."""
+    ctx, last = over(ctx, transport), ctx.size - 1
+    for seed, (N, K, transposed) in enumerate([(40, 31, False), (33, 48, True), (13, 9, False), (1, 1, True)]):
+        rows, dtype = (*(33,) * last, 0), (torch.bfloat16, torch.float16)[seed % 2]
+        x, w, bias = operands(ctx, integers, rows, N, K, dtype, seed, transposed)
+        want, whole = reference(ctx, x, w, bias, "relu").to(dtype), tkernels.all_gather(x, rows=rows, ctx=ctx)
+        call = functools.partial(tkernels.all_gather_matmul, x, w, rows=rows, ctx=ctx, path="fused")
+        poison_workspace(ctx)
+        with staged_rows(), launches() as launched:
+            out, into = want.new_full(want.shape, math.nan), whole.new_full(whole.shape, math.nan)
+            into[sum(rows[: ctx.rank]) :][: len(x)] = x
+            assert torch.equal(y := call(bias, "relu"), want) and y.is_contiguous(), (N, K)
+            for return_gathered in (True, into):
+                y, gathered = call(bias, "relu", return_gathered)
+                assert torch.equal(y, want) and torch.equal(gathered, whole) and gathered.is_contiguous(), (N, K)
+            assert gathered is into
+            assert call(bias, "relu", out=out) is out and torch.equal(out, want)
+        kernels = [name for name, *_ in launched]
+        copied = (K % 8 > 0 and len(x) > 0) + (N % 8 > 0) + ((N if transposed else K) % 8 > 0)
+        assert kernels.count("copy_rows_kernel") == copied * kernels.count("all_gather_matmul_kernel"), (N, K)
+
+
+@pytest.mark.ranks(2)
+def test_all_gather_matmul_of_staged_rows_has_gradients_and_takes_several_weights(ctx):
+    rows, N, K = (33, 32), 13, 31
+    x, w, _ = operands(ctx, integers, rows, N, K, torch.bfloat16, 1)
+    other = integers((9, K), torch.bfloat16, 5, device=ctx.device)
+    want = [reference(ctx, x, each).bfloat16() for each in (w, other)]
+    grads = []
+    for staging in (contextlib.nullcontext, staged_rows):
+        x, w, other = (each.detach().requires_grad_() for each in (x, w, other))
+        with staging():
+            ys, gathered = tkernels.all_gather_matmul(
+                x, [w, other], return_gathered=True, rows=rows, ctx=ctx, path="fused"
+            )
+            sum(y.sum() for y in ys).backward()
+        assert all(torch.equal(*each) for each in zip(ys, want, strict=True))
+        assert torch.equal(gathered, tkernels.all_gather(x.detach(), rows=rows, ctx=ctx))
+        grads.append([each.grad for each in (x, w, other)])
+    assert all(torch.equal(*each) for each in zip(*grads, strict=True))
 
 
 @pytest.mark.ranks(2)

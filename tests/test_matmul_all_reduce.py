@@ -1,5 +1,6 @@
 """matmul_all_reduce against the unsharded product: any shape, the same bits on every rank and on every run."""
 
+import functools
 import itertools
 
 import pytest
@@ -10,9 +11,11 @@ from transports import (
     every_transport_if_exhaustive,
     fewer,
     late,
+    launches,
     memory_that_kernels_get,
     over,
     poison_workspace,
+    staged_rows,
 )
 
 import tkernels
@@ -64,6 +67,28 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
         got = tkernels.matmul_all_reduce(x, w, bias, activation, ctx=ctx, path=path)
         ctx.check()
         assert torch.equal(got, reference(ctx, x, w, bias, activation).to(dtype)), (M, N, K)
+
+
+@pytest.mark.ranks(2, 3)
+@every_transport
+def test_matmul_all_reduce_stages_rows_that_tma_can_not_take(ctx, transport):
+    """Of x and w, and of the partial sums and y, which are computed with more columns; each alone and together."""
+    ctx = over(ctx, transport)
+    cases = [(40, 31, False, False), (33, 48, True, False), (13, 9, False, True), (1, 1, True, True)]
+    for seed, (N, K, transposed, turned) in enumerate(cases):
+        M, dtype = 65, (torch.bfloat16, torch.float16)[seed % 2]
+        x, w, bias = operands(ctx, small, M, N, K, dtype, seed, transposed)
+        x = x.t().contiguous().t() if turned else x
+        want = reference(ctx, x, w, bias, "relu").to(dtype)
+        call = functools.partial(tkernels.matmul_all_reduce, x, w, bias, "relu", ctx=ctx, path="fused")
+        poison_workspace(ctx)
+        with staged_rows(), launches() as launched:
+            assert torch.equal(y := call(), want) and y.is_contiguous(), (N, K)
+            wide = call(out_dtype=torch.float32)
+            assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), want)
+        kernels = [name for name, *_ in launched]
+        copied = kernels.count("copy_rows_kernel") / kernels.count("matmul_reduce_kernel")
+        assert copied == (K % 8 > 0) + (N % 8 > 0) + ((N if transposed else K) % 8 > 0), (N, K)
 
 
 @pytest.mark.ranks(2)

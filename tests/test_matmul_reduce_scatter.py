@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import mmap
 import time
 
@@ -13,10 +14,12 @@ from transports import (
     every_transport_if_exhaustive,
     fewer,
     late,
+    launches,
     memory_that_kernels_get,
     over,
     poison_workspace,
     poisoned_memory,
+    staged_rows,
 )
 
 import tkernels
@@ -65,6 +68,30 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
         got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx, path=path)
         ctx.check()
         assert torch.equal(got, reference(ctx, rows, x, w, bias, activation).to(dtype)), (rows, N, K)
+
+
+@pytest.mark.ranks(2, 3)
+@every_transport
+def test_matmul_reduce_scatter_stages_rows_that_tma_can_not_take(ctx, transport):
+    """Of x and w, and of the partial sums and y, which are computed with more columns; each alone and together."""
+    ctx = over(ctx, transport)
+    cases = [(40, 31, False, False), (33, 48, True, False), (13, 9, False, True), (1, 1, True, True)]
+    for seed, (N, K, transposed, turned) in enumerate(cases):
+        rows, dtype = (33, 0, 32)[: ctx.size], (torch.bfloat16, torch.float16)[seed % 2]
+        x, w, bias = operands(ctx, small, rows, N, K, dtype, seed, transposed)
+        x = x.t().contiguous().t() if turned else x
+        want = reference(ctx, rows, x, w, bias, "relu").to(dtype)
+        call = functools.partial(tkernels.matmul_reduce_scatter, x, w, bias, "relu", rows=rows, ctx=ctx, path="fused")
+        poison_workspace(ctx)
+        with staged_rows(), launches() as launched:
+            out = want.new_full(want.shape, math.nan)
+            assert torch.equal(y := call(), want) and y.is_contiguous(), (N, K)
+            assert call(out=out) is out and torch.equal(out, want)
+            wide = call(out_dtype=torch.float32)
+            assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), want)
+        kernels = [name for name, *_ in launched]
+        copied = kernels.count("copy_rows_kernel") / kernels.count("matmul_reduce_kernel")
+        assert copied == (K % 8 > 0) + (N % 8 > 0 and len(want) > 0) + ((N if transposed else K) % 8 > 0), (N, K)
 
 
 @pytest.mark.ranks(2)

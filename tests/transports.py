@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
-from tkernels import choice, gemm
+from tkernels import choice, fused, gemm, staging
 from tkernels.choice import overlap_config, product_way, product_ways
 from tkernels.comm import runtime
 from tkernels.comm.allocator import merged
@@ -208,6 +208,24 @@ def multiplied_by(monkeypatch, way: str):
 
     monkeypatch.setattr(gemm, "product_way", asked)
     monkeypatch.setattr(gemm, "local_calls", LocalCalls())
+
+
+@contextlib.contextmanager
+def staged_rows():
+    """Fused operations stage rows that TMA can't take, as on GPUs; what copies have around them is NaN."""
+    empty = staging.Rows.empty
+
+    def poisoned(rows, device):
+        made = empty(rows, device)
+        (made if made._base is None else made._base).fill_(float("nan"))
+        return made
+
+    with contextlib.ExitStack() as stack:
+        for module in (gemm, fused):
+            stack.enter_context(mock.patch.object(module, "stages", lambda dtype, gpu=None: dtype.itemsize == 2))
+        stack.enter_context(mock.patch.object(staging.Rows, "empty", poisoned))
+        stack.enter_context(poisoned_memory())
+        yield
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from tkernels.comm.mail import Mail, all_arrived, begin_mail, end_mail, parity, 
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, mark
 from tkernels.comm.workspace import Inbox
 from tkernels.configs import OverlapConfig, result_dtype
-from tkernels.fused import FusedCall
+from tkernels.fused import VECTOR_BYTES, FusedCall
 from tkernels.gemm import (
     Matrix,
     Operand,
@@ -68,6 +68,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul
+from tkernels.staging import Rows
 from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
@@ -253,6 +254,7 @@ class AllGatherMatmul(FusedCall):
     def shared(self, ctx: Context, x, w, bias, out, gathered, scales=None) -> dict:
         travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
+        same |= {"use_tma": self.config is None or self.config.gemm.use_tma}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
     def checked(self, ctx: Context, x, w, out, gathered, scales=None) -> "AllGatherMatmul":
@@ -268,6 +270,9 @@ class AllGatherMatmul(FusedCall):
 
     def sent_shape(self, x, w) -> tuple[int, int]:
         return sum(self.rows), x.shape[1]
+
+    def result_shape(self, ctx: Context, x, w) -> tuple[int, int]:
+        return sum(self.rows), w.shape[0]
 
     def without_sending(self, ctx: Context, x, w, bias, out, gathered, scales=None):
         (M, K), N, out_dtype, return_gathered = self.sent_shape(x, w), w.shape[0], self.out_dtype, self.return_gathered
@@ -303,7 +308,27 @@ class AllGatherMatmul(FusedCall):
     def plain(self, ctx: Context, x, w, bias, out, gathered, scales=None):
         return plan_all_gather_matmul(ctx, x, w, bias, out, gathered, self, scales)
 
+    def as_sent(self, x):
+        """x as it is sent: an example, and the function that makes it of tensors like this one.
+
+        Its rows are contiguous and, staged, whole vectors: with zeros behind them, as what w has there is not zero.
+        """
+        # Flattened and back: contiguous() keeps a dimension of size 1 at any stride, but kernels assume rows of K.
+        x = x.contiguous().view(-1).view(x.shape)
+        wide = Rows.of(x, VECTOR_BYTES)
+        if not self.stages(x) or wide.stride == x.shape[1] and x.data_ptr() % VECTOR_BYTES == 0:
+            return x, lambda x: x.contiguous()
+        shape, copy = (x.shape[0], wide.stride), wide.plan_copy(x) if x.numel() else lambda source, target: None
+
+        def widen(x):
+            copy(x.contiguous(), sent := x.new_empty(shape))
+            return sent
+
+        return x.new_empty(shape), widen
+
     def fused(self, ctx: Context, x, w, bias, out, gathered, scales=None):
+        depth = x.shape[1]
+        x, as_sent = self.as_sent(x)
         config = self.configured(ctx, x, w, self.out_dtype)
         if config.interleaved:
             raise ValueError(
@@ -311,9 +336,7 @@ class AllGatherMatmul(FusedCall):
                 f"finished; pass a config with interleaved=False, and num_comm of 1 or more, or 0 for the copy engine"
             )
         rows, out_dtype, activation, precision = self.rows, self.out_dtype, self.activation, self.precision
-        gemm, M, (N, K) = config.gemm, sum(rows), w.shape
-        # Flattened and back: contiguous() keeps a dimension of size 1 at any stride, but kernels assume rows of K.
-        x = x.contiguous().view(-1).view(x.shape)
+        gemm, M, N, K = config.gemm, sum(rows), self.columns or w.shape[0], x.shape[1]
         itemsize, row_bytes, first_row = x.element_size(), K * x.element_size(), sum(rows[: ctx.rank])
         tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
         tiles = tiles_m * triton.cdiv(N, gemm.block_n)
@@ -337,7 +360,7 @@ class AllGatherMatmul(FusedCall):
         g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
         w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
         y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-        sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, x.device)
+        sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, ctx.device)
         aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
         # Elements of FP8 are sent as many bytes at a step as those of 16 bits.
         put_block = config.copy_block(aligned, ctx.size) * result_dtype(x.dtype).itemsize // itemsize
@@ -366,15 +389,15 @@ class AllGatherMatmul(FusedCall):
         borrowed = self.return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
         collect = collect_scales = None
         if self.return_gathered and not borrowed:
-            collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
+            collect = _collect(workspace.state, inbox, parity_rows, x, gathered if K == depth else None, first_row, M)
             if scales is not None:
                 own, parity = scales.by_row(rows[ctx.rank]).x.view(-1, 1), parity_rows * K // 4
                 collect_scales = _collect(workspace.state, inbox_scales, parity, own, None, first_row, M)
 
         def run(x, w, bias, out, gathered, scales=None):
-            if gathered is not None and x.data_ptr() != gathered.data_ptr() + first_row * row_bytes:
+            if gathered is not None and x.data_ptr() != gathered.data_ptr() + first_row * depth * itemsize:
                 check_apart("all_gather_matmul", gathered, "return_gathered", x_shard_m=x)
-            x = x.contiguous()
+            x, asked = as_sent(x), gathered
             y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
             scales = () if scales is None else scales.by_row(x.shape[0])
             launch(x, x, w, x if bias is None else bias.contiguous(), y, make_sums(), *scales)
@@ -382,13 +405,15 @@ class AllGatherMatmul(FusedCall):
             if borrowed:
                 # No peer writes there before this rank has entered the next call.
                 inbox[first_row : first_row + x.shape[0]].copy_(x.detach())
-                gathered = inbox
+                gathered = inbox[:, :depth]
                 if scales:
                     gathered_scales = inbox_scales[:M].view(-1, 1)
                     gathered_scales[first_row : first_row + x.shape[0], 0].copy_(scales.x)
             elif collect is not None:
-                gathered = x.new_empty((M, K)) if gathered is None else gathered
+                gathered = x.new_empty((M, K)) if asked is None or K > depth else asked
                 collect(x, gathered)
+                if K > depth:
+                    gathered = (x.new_empty((M, depth)) if asked is None else asked).copy_(gathered[:, :depth])
                 if scales:
                     gathered_scales = scales.x.new_empty((M, 1))
                     collect_scales(scales.x, gathered_scales)

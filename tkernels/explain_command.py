@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
                 choice = explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
             else:
                 local = local_sizes(operation, M, N, K, ranks)
-                layout = usual_layout(*local, dtype)
+                layout = usual_layout(*local, dtype, gpu)
                 problem = model.Problem(operation, *local, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
                 width = N if operation != model.GATHER else K
                 choice = by_rule(operation, M, width, dtype, ranks, precision, gpu)

@@ -11,11 +11,15 @@ import torch
 
 from tkernels.choice import overlap_config
 from tkernels.comm.context import Context
+from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
-from tkernels.gemm import Scales, check_operands, layout_of, multiply
+from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, stages, staging
 from tkernels.overlap import check_mapped
 from tkernels.partials import check_scaled_slices, with_scaled_slices
 from tkernels.paths import choose_path
+from tkernels.staging import Rows
+
+VECTOR_BYTES = 16  # that rows are multiples of, for TMA
 
 
 class FusedCall(NamedTuple):
@@ -24,13 +28,16 @@ class FusedCall(NamedTuple):
     Operands of FP8 come with Scales as the last tensor. Those of x may be one number, which may differ between ranks.
     precision: how operands are multiplied, as gemm.precision says it.
 
-    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and five methods. All
+    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and six methods. All
     but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
     checked: the call with its defaults in place of None, but for config, and path if it is to be chosen. Raises
         ValueError or TypeError.
     sent_shape: of x and w: rows and columns of the matrix that is sent.
+    result_shape: of y.
     without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
     plain, fused: what `prepare` returns for a path.
+
+    columns: out-features as the fused kernel computes them, more than w has where rows of y are not whole 16 bytes.
     """
 
     activation: str | None = None
@@ -41,6 +48,7 @@ class FusedCall(NamedTuple):
     precision: str = "ieee"
     return_gathered: bool | str = False  # of all_gather_matmul
     wire_dtype: torch.dtype | None = None  # of the reductions
+    columns: int | None = None
 
     def prepare(self, ctx: Context, x, w, bias, *results):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
@@ -51,8 +59,41 @@ class FusedCall(NamedTuple):
         call = call._replace(path=path)
         carry_out = call.without_sending(ctx, x, w, bias, *results)
         if carry_out is None:
-            carry_out = (call.plain if path == "plain" else call.fused)(ctx, x, w, bias, *results)
+            how = call.plain if path == "plain" else call.staged if self.stages(x) else call.fused
+            carry_out = how(ctx, x, w, bias, *results)
         return carry_out
+
+    def stages(self, x) -> bool:
+        """Whether rows of any length are made rows that TMA can take. All ranks' are, where one's are."""
+        return stages(x.dtype) and (self.config is None or self.config.gemm.use_tma)
+
+    def staged(self, ctx: Context, x, w, bias, out, *others):
+        """`fused`, where the rows of w and of y are made whole 16 bytes; those of x are its own business.
+
+        TMA reads zeros where w has no more rows, so only what of w lies in other rows is copied. Columns that y has not
+        are computed beside it, and left out as it is copied. Both copies are made in each call.
+        """
+        N = w.shape[0]
+        columns = round_up(N, VECTOR_BYTES // x.element_size())
+        w_like, stage = staging(w)
+        if columns == N:
+            run = self.fused(ctx, x, w_like, bias, out, *others)
+            return lambda x, w, *others: run(x, stage(w), *others)
+        shape = self.result_shape(ctx, x, w)
+        y = check_result(self.operation, out, x, shape, self.out_dtype)
+        wide = Rows(*shape, self.out_dtype, False, columns)
+        unstage = wide.plan_copy(y, back=True) if y.numel() else lambda source, target: None
+        widened = lambda bias: bias if bias is None else torch.nn.functional.pad(bias, (0, columns - N))  # noqa: E731
+        run = self._replace(columns=columns).fused(ctx, x, w_like, widened(bias), None, *others)
+
+        def run_beside(x, w, bias, out, *others):
+            beside = x.new_empty((shape[0], columns), dtype=self.out_dtype)
+            found = run(x, stage(w), widened(bias), beside, *others)
+            y = x.new_empty(shape, dtype=self.out_dtype) if out is None else out
+            unstage(beside, y)
+            return (y, *found[1:]) if isinstance(found, tuple) else y
+
+        return run_beside
 
     def multiply(self, x, w, bias, out, scales=None) -> torch.Tensor:
         """The product on this rank alone."""
@@ -63,9 +104,9 @@ class FusedCall(NamedTuple):
         """The configuration of the fused kernel. stored: the widest dtype that it stores tiles in."""
         config = self.config
         if config is None:
-            M, (N, K) = self.sent_shape(x, w)[0], w.shape
+            M, N, K = self.sent_shape(x, w)[0], self.columns or w.shape[0], x.shape[1]
             config = overlap_config(
-                ctx, self.operation, M, N, K, x.dtype, layout_of(x, w), precision=self.precision,
+                ctx, self.operation, M, N, K, x.dtype, fused_layout(x, w), precision=self.precision,
                 whole_chunks=self.wire_dtype in FP8,
             )  # fmt: skip
             config = with_room_for(config, stored, x.dtype, self.precision)

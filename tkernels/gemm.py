@@ -26,7 +26,7 @@ from tkernels.comm.arguments import check_out, check_resolved, check_tensors
 from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
-from tkernels.gpus import GPU, gpu_here
+from tkernels.gpus import GPU, SIMULATED, gpu_here
 from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, Rows
@@ -319,6 +319,23 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
+def staging(matrix: torch.Tensor):
+    """What TMA can take in place of matrices like this one: an example, and the function that makes it of one.
+
+    That is a copy in wider rows, or the matrix itself.
+    """
+    if tma_allowed(in_rows(matrix)[0]):
+        return matrix, lambda matrix: matrix
+    wide = Rows.of(matrix)
+    copy = wide.plan_copy(matrix)
+
+    def stage(matrix):
+        copy(matrix, staged := wide.empty(matrix.device))
+        return staged
+
+    return wide.empty("meta"), stage
+
+
 def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
     """The memory layout of x [M, K] and w [N, K] in BLAS terms, w first: "TN" where K is contiguous in both.
 
@@ -333,6 +350,20 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
 def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
     """The same, whether TMA can describe them or not."""
     return ("N" if in_rows(w)[1] else "T") + ("T" if in_rows(x)[1] else "N")
+
+
+def stages(dtype: torch.dtype, gpu: GPU | None = None) -> bool:
+    """Whether fused operations take operands of any rows into rows that TMA can take: in 16 bits, where there is TMA.
+
+    gpu: None: this process's. The interpreter takes them as they lie. It depends on nothing that ranks could differ in.
+    """
+    gpu = gpu or gpu_here()
+    return gpu is not SIMULATED and gpu.capability >= runtime.HOPPER and dtype.itemsize == 2
+
+
+def fused_layout(x: torch.Tensor, w: torch.Tensor, gpu: GPU | None = None) -> str:
+    """The layout of a fused operation's operands as they are multiplied, staged or not."""
+    return orientation_of(x, w) if stages(x.dtype, gpu) else layout_of(x, w)
 
 
 def alignment_of(*matrices: torch.Tensor) -> int:
@@ -573,26 +604,18 @@ class Matmul(NamedTuple):
 
         The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
         """
-        wide = [None if tma_allowed(in_rows(matrix)[0]) else Rows.of(matrix) for matrix in (x, w, y)]
-        copies = [
-            rows and rows.plan_copy(matrix, back=matrix is y) for rows, matrix in zip(wide, (x, w, y), strict=True)
-        ]
-        examples = (rows.empty("meta") if rows else matrix for rows, matrix in zip(wide, (x, w, y), strict=True))
-        x_like, w_like, y_like = examples
+        (x_like, stage_x), (w_like, stage_w) = staging(x), staging(w)
+        wide = None if tma_allowed(y) else Rows.of(y)
+        y_like, unstage = (wide.empty("meta"), wide.plan_copy(y, back=True)) if wide else (y, None)
         multiply = self.by_kernel(x_like, w_like, bias, y_like, config, scales)
-        (M, N), dtype, (wide_x, wide_w, wide_y), (stage_x, stage_w, unstage) = y.shape, y.dtype, wide, copies
+        (M, N), dtype = y.shape, y.dtype
 
         def run(x, w, bias, out, scales=None):
-            if stage_x:
-                stage_x(x, at := wide_x.empty(x.device))
-                x = at
-            if stage_w:
-                stage_w(w, at := wide_w.empty(w.device))
-                w = at
+            x, w = stage_x(x), stage_w(w)
             y = x.new_empty((M, N), dtype=dtype) if out is None else out
             if unstage is None:
                 return multiply(x, w, bias, y, scales)
-            unstage(multiply(x, w, bias, wide_y.empty(x.device), scales), y)
+            unstage(multiply(x, w, bias, wide.empty(x.device), scales), y)
             return y
 
         return run

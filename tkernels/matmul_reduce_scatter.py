@@ -73,6 +73,7 @@ from tkernels.gemm import (
     matmul_reference,
     multiply_step,
     slices_of,
+    staging,
     tile_of,
     zeros_along_k,
 )
@@ -437,6 +438,7 @@ class MatmulReduceScatter(FusedCall):
         same |= {"bias": bias is not None, "activation": self.activation, "out_dtype": self.out_dtype or usual}
         same |= {"wire_dtype": self.wire_dtype or usual, "path": self.path}
         same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
+        same |= {"use_tma": self.config is None or self.config.gemm.use_tma}
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
     def checked(self, ctx: Context, x, w, out, scales=None) -> "MatmulReduceScatter":
@@ -464,12 +466,15 @@ class MatmulReduceScatter(FusedCall):
     def sent_shape(self, x, w) -> tuple[int, int]:
         return x.shape[0], w.shape[0]
 
+    def result_shape(self, ctx: Context, x, w) -> tuple[int, int]:
+        return x.shape[0] if self.gather else self.rows[ctx.rank], w.shape[0]
+
     def without_sending(self, ctx: Context, x, w, bias, out, scales=None):
         (M, N), out_dtype = self.sent_shape(x, w), self.out_dtype
         if ctx.size == 1 or M == 0:
             return self.multiply
         if N == 0:
-            shape = M if self.gather else self.rows[ctx.rank], N
+            shape = self.result_shape(ctx, x, w)
             check_result(self.operation, out, x, shape, out_dtype)
             return lambda x, w, bias, out, *_: x.new_empty(shape, dtype=out_dtype) if out is None else out
         if x.shape[1] == 0:  # an empty part of K: this rank's partial sums are zeros
@@ -484,11 +489,14 @@ class MatmulReduceScatter(FusedCall):
     def fused(self, ctx: Context, x, w, bias, out, scales=None):
         rows, gather, out_dtype, wire_dtype = self.rows, self.gather, self.out_dtype, self.wire_dtype
         activation, precision = self.activation, self.precision
-        (M, K), N, itemsize = x.shape, w.shape[0], wire_dtype.itemsize
+        (M, K), N, itemsize = x.shape, self.columns or w.shape[0], wire_dtype.itemsize
         first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
         # In a transposed x, tiles of some part would start off a 16-byte boundary, which a descriptor cannot address.
         straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
         x = x.contiguous().view(-1).view(x.shape) if straighten else x  # of K = 1 contiguous() keeps the strides
+        outbox_shape, shape = (M - rows[ctx.rank], elements_of(N, wire_dtype)), (M if gather else rows[ctx.rank], N)
+        y = check_result(self.operation, out, x, shape, out_dtype)
+        x, stage = staging(x) if self.stages(x) else (x, None)
         config = self.configured(ctx, x, w, max(wire_dtype, out_dtype, key=lambda each: each.itemsize))
         gemm = config.gemm
         peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
@@ -497,7 +505,7 @@ class MatmulReduceScatter(FusedCall):
         tiles_m = peer_tiles_m + own_tiles_m
         tiles = tiles_m * tiles_n
         num_programs = programs_of(config, ctx.num_programs, tiles)
-        columns = elements_of(N, wire_dtype)  # of a row as it is sent
+        columns = outbox_shape[1]  # elements of a row as it is sent
         row_bytes, y_bytes = columns * itemsize, N * out_dtype.itemsize
         sent = (M - rows[ctx.rank]) * row_bytes
         busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
@@ -512,9 +520,7 @@ class MatmulReduceScatter(FusedCall):
         workspace, inbox, parity_rows, _ = Inbox.of(ctx, config.landing, chunks, inbox_rows, columns, wire_dtype)
         # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
         num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-        outbox_shape, shape = (M - rows[ctx.rank], columns), (M if gather else rows[ctx.rank], N)
         outbox = check_result(self.operation, None, x, outbox_shape, wire_dtype)
-        y = check_result(self.operation, out, x, shape, out_dtype)
 
         key = ("matmul_reduce", rows, config)
         schedule = ctx.constant(
@@ -532,7 +538,7 @@ class MatmulReduceScatter(FusedCall):
         store_tma = gemm.use_tma and not ragged and N > 1
         y_operand = Operand.of(y, *box, store_tma)
         o_operand = Operand.of(outbox[:, :N], *box, store_tma)
-        sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, x.device)
+        sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, ctx.device)
         p_operand = Operand.of(inbox[:, :N], *box, gemm.use_tma and N > 1)
         # Wider elements take no more bytes a step, and so no more registers, than elements of the usual dtype.
         usual, (x_scale, w_scale) = result_dtype(x.dtype).itemsize, scales or (None, None)
@@ -566,6 +572,7 @@ class MatmulReduceScatter(FusedCall):
 
         def run(x, w, bias, out, scales=None):
             x = x.contiguous() if straighten else x
+            x = stage(x) if stage else x
             y = x.new_empty(shape, dtype=out_dtype) if out is None else out
             outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
             tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()

@@ -27,9 +27,9 @@ from tkernels.choice import problem_of, product_way, product_ways
 from tkernels.comm import collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.regions import Regions
+from tkernels.comm.regions import Regions, round_up
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
-from tkernels.gemm import Matmul, Scales, check_result, layout_of, plan_finish, precision, problem_of_product
+from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product, stages
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
 from tkernels.model import PLAIN_BYTES, sent_dtype
 
@@ -144,10 +144,13 @@ def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int
     return (M, -(-N // ranks), K) if operation == "all_gather_matmul" else (M, N, -(-K // ranks))
 
 
-def usual_layout(M: int, N: int, K: int, dtype: torch.dtype) -> str:
-    """The layout of contiguous x [M, K] and w [N, K]. Raises ValueError for a K that FP8 can't have."""
+def usual_layout(M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None) -> str:
+    """The layout of contiguous x [M, K] and w [N, K] in a fused operation; gpu: as for `stages`.
+
+    Raises ValueError for a K that FP8 can't have.
+    """
     check_depth(K, dtype)
-    return layout_of(*(torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N)))
+    return fused_layout(*(torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N)), gpu)
 
 
 def ways_of(problem: model.Problem, path: str) -> tuple[Way, ...]:
@@ -205,7 +208,7 @@ def by_rule(
     num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size, dtype)
     if num_bytes <= limit:
         return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
-    alignment = math.gcd(row_bytes, 16)
+    alignment = 16 if stages(dtype, gpu) else math.gcd(row_bytes, 16)
     pays = model.features_that_pay(operation, size, dtype, precision, alignment, gpu)
     if pays < model.FEATURES:
         what = "fp32" if precision == "ieee" else precision
@@ -215,7 +218,10 @@ def by_rule(
             f"torch multiplies {what} so much faster on {gpu.name} that overlap could pay for {pays:.0f} features "
             f"of a rank, and layers have more",
         )
-    return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies")
+    wider = ""
+    if row_bytes % 16 and stages(dtype, gpu):
+        wider = f", in rows of {round_up(row_bytes, 16)} instead of {row_bytes} bytes"
+    return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies{wider}")
 
 
 def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales=None):

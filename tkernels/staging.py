@@ -38,7 +38,7 @@ def copy_rows_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """Wide rows for matrices like one: of its shape and orientation, with ROW_BYTES between them.
+    """Wide rows for matrices like one: of its shape and orientation, `stride` elements apart.
 
     turned: the matrix is transposed in memory, so its columns are what lies in rows.
     """
@@ -47,15 +47,14 @@ class Rows:
     columns: int
     dtype: torch.dtype
     turned: bool
+    stride: int
 
     @classmethod
-    def of(cls, matrix: torch.Tensor) -> "Rows":
-        turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
-        return cls(*(matrix.t() if turned else matrix).shape, matrix.dtype, turned)
-
-    @property
-    def stride(self) -> int:
-        return round_up(self.columns * self.dtype.itemsize, ROW_BYTES) // self.dtype.itemsize
+    def of(cls, matrix: torch.Tensor, row_bytes: int = ROW_BYTES) -> "Rows":
+        """Those of which each takes a multiple of row_bytes."""
+        turned, dtype = matrix.stride(0) == 1 and matrix.stride(1) != 1, matrix.dtype
+        rows, columns = (matrix.t() if turned else matrix).shape
+        return cls(rows, columns, dtype, turned, round_up(columns * dtype.itemsize, row_bytes) // dtype.itemsize)
 
     def empty(self, device) -> torch.Tensor:
         """A matrix of the shape, in wide rows."""
@@ -63,7 +62,10 @@ class Rows:
         return rows.t() if self.turned else rows
 
     def plan_copy(self, matrix: torch.Tensor, back: bool = False):
-        """Plan the copy of matrices like this one into wide rows; back: out of them. A function of (source, target)."""
+        """Plan the copy of matrices like this one into wide rows, zeros behind them; back: out of them.
+
+        Returns a function of (source, target).
+        """
         stride = matrix.stride(1 if self.turned else 0)
         sides = (stride, self.columns), (self.stride, self.stride)
         (source_stride, source_columns), (target_stride, target_columns) = sides[::-1] if back else sides

@@ -28,7 +28,7 @@ from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
-from tkernels.gemm import Scales, layout_of, precision
+from tkernels.gemm import Scales, fused_layout, layout_of, precision
 from tkernels.library import multiply_scaled_into
 from tkernels.paths import Choice, check_depth, explain, local_sizes
 from tkernels.quantize import quantize_reference
@@ -113,7 +113,8 @@ class Job:
 
     def layout_of_calls(self, ranks: int) -> str:
         """The layout under which calls look up a configuration: also "pointers" where TMA cannot be used."""
-        return layout_of(*self.operands(ranks, 0, functools.partial(torch.empty, dtype=self.dtype, device="meta")))
+        layout = layout_of if self.operation == "matmul" else fused_layout
+        return layout(*self.operands(ranks, 0, functools.partial(torch.empty, dtype=self.dtype, device="meta")))
 
     def key(self, ranks: int) -> tuple:
         """The bucket that the result holds for."""
