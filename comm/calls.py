@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 
 from tkernels.comm import capture
+from tkernels.comm.arguments import check_dense
 
 # 20 bits: of a million pairs of calls that differ, one has equal numbers. They share a word with the epoch, whose 43
 # bits last for a year of calls that take 5 us each.
@@ -69,10 +70,9 @@ def describe(tensor: torch.Tensor | None):
     try:
         lazy = tensor.is_neg() or tensor.is_conj()
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy
-    except RuntimeError as error:
-        if tensor.layout is torch.strided:
-            raise
-        raise TypeError(f"operations take strided tensors, not {tensor.layout}; pass a .to_dense() one") from error
+    except RuntimeError:
+        check_dense("operations", operand=tensor)
+        raise
 
 
 def form_of(dtype: torch.dtype, num_bytes: int) -> int:

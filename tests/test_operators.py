@@ -661,7 +661,8 @@ def dual(function, x, tangent):
 @pytest.mark.ranks(2)
 def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
     x, w = torch.zeros(4, 8, device=ctx.device), torch.zeros(6, 8, device=ctx.device)
-    sparse, products = x.to_sparse(), ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    sparse, many = x.to_sparse(), torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    products = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     calls = [(name, (wrong, w), {}) for name in products for wrong in (None, 3, [[1.0]], x.cpu().numpy(), sparse)]
     calls += [(name, (x, wrong), {}) for name in products for wrong in (None, "w", sparse)]
     calls += [(name, (x, w, 3), {"activation": activation}) for name in products for activation in (None, "relu")]
@@ -669,8 +670,12 @@ def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     calls += [(name, (wrong,), {}) for name in collectives for wrong in (None, 3, [1.0], sparse)]
     calls += [(name, (x,), {"out": 3}) for name in collectives]
+    calls += [(name, (x, w), {"out": wrong}) for name in products[:3] for wrong in (sparse, many)]
+    calls += [(name, (x, w), {"config": wrong}) for name in products for wrong in ("fast", 3)]
+    calls += [(name, (many, w), {}) for name in products] + [(name, (many,), {}) for name in collectives]
+    named = "must be a (strided )?tensor|one tensor, not a nested|must be an? (Gemm|Overlap)Config|^no option of"
     for name, arguments, options in calls:
-        with pytest.raises(TypeError, match=f"^{name}: .* must be a tensor$|strided tensors, not|^no option of an"):
+        with pytest.raises(TypeError, match=named):
             getattr(tkernels, name)(*arguments, **options)
     for name in products:
         with pytest.raises(ValueError, match=r"activation=\['relu'\] is unknown"):

@@ -14,7 +14,7 @@ are for torch.compile: torch.func doesn't see through what torch.library registe
 import torch
 from torch.autograd import forward_ad
 
-from tkernels.comm.arguments import check_tensors
+from tkernels.comm.arguments import check_dense
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
@@ -55,7 +55,7 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
 
     def check(tensors):
         given = zip(labels, tensors, strict=True)
-        check_tensors(name, **{label: each for label, each in given if each is not None or label not in optional})
+        check_dense(name, **{label: each for label, each in given if each is not None or label not in optional})
 
     class Differentiable(torch.autograd.Function):
         forward = staticmethod(direct)

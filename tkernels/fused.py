@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tkernels.choice import overlap_config
+from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
@@ -53,6 +54,7 @@ class FusedCall(NamedTuple):
     def prepare(self, ctx: Context, x, w, bias, *results):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
         scales = results[-1] if isinstance(results[-1], Scales) else None
+        check_type(f"{self.operation}: config", self.config, OverlapConfig | None, "an OverlapConfig or None")
         check_operands(self.operation, x, w, bias, self.activation, ctx.device, scales)
         call = self.checked(ctx, x, w, *results)
         path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, call.path, self.config, self.precision)

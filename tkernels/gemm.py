@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
-from tkernels.comm.arguments import check_out, check_resolved, check_tensors
+from tkernels.comm.arguments import check_dense, check_out, check_resolved, check_tensors, check_type
 from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
@@ -523,6 +523,7 @@ def check_apart(name: str, out: torch.Tensor | None, what: str = "out", **operan
     """Raises ValueError if `out` shares memory with an operand, which is still read while tiles are written."""
     if out is None or out.is_meta:  # a meta tensor has no address, and is rejected later for its device
         return
+    check_dense(name, **{what: out}, **{label: each for label, each in operands.items() if each is not None})
     memory = out.untyped_storage().data_ptr()
     for label, operand in operands.items():
         if operand is None or operand.untyped_storage().data_ptr() != memory or operand.numel() == 0:
@@ -569,6 +570,7 @@ class Matmul(NamedTuple):
             run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out, scales)
             return lambda x, w, *others: run(zeros_along_k(x), zeros_along_k(w), *others)
         if self.config is not None:
+            check_type("matmul: config", self.config, GemmConfig, "a GemmConfig or None")
             return self.by_kernel(x, w, bias, y, self.config, scales)
         way, config = product_way(problem_of_product(x, w, y, self.precision, self.activation, bias is not None))
         if way == STAGED:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from tkernels.comm.arguments import check_dense
+
 
 class Leading(NamedTuple):
     """How x [..., K] is a matrix. sizes: of its leading dimensions, dimension `dim` first. name: of the operation."""
@@ -21,6 +23,7 @@ class Leading(NamedTuple):
     @classmethod
     def of(cls, name: str, x: torch.Tensor, option: str | None = None, dim: int = 0) -> "Leading":
         """option: names the dimension that is gathered or scattered. Raises ValueError if that isn't a leading one."""
+        check_dense(name, x=x)
         dims = x.dim()
         if dims == 0 or option and not (-dims <= dim < dims - 1 and dim != -1):
             names = f", and {option}={dim} one of its leading dimensions" if option else ""
@@ -36,6 +39,7 @@ class Leading(NamedTuple):
         """The scale of each row of x, [..., 1] or [...], as [M, 1]; what is one number, or none, as it is."""
         if not isinstance(x_scale, torch.Tensor) or x_scale.numel() == 1:
             return x_scale
+        check_dense(self.name, x_scale=x_scale)
         one_a_row = x_scale.unsqueeze(-1) if x_scale.dim() == len(self.sizes) else x_scale
         if one_a_row.dim() != len(self.sizes) + 1 or one_a_row.movedim(self.dim, 0).shape != (*self.sizes, 1):
             raise ValueError(
@@ -52,6 +56,7 @@ class Leading(NamedTuple):
         """The matrix that fills `out` [..., N]. Raises ValueError where its rows lie in another order."""
         if not isinstance(out, torch.Tensor):
             return out
+        check_dense(self.name, **{option: out})
         moved = out.movedim(self.dim, 0) if self.dim < out.dim() else out
         if moved.dim() != len(self.sizes) + 1 or moved.shape[1:-1] != self.sizes[1:] or not moved.is_contiguous():
             first = f"; in memory dimension {self.dim} comes first" if self.dim else ""

@@ -4,7 +4,7 @@ import torch
 
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import collectives
-from tkernels.comm.arguments import check_tensors
+from tkernels.comm.arguments import check_dense, check_tensors
 from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, wants_gradient
@@ -166,7 +166,11 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
 def _shape(name: str, x: torch.Tensor) -> torch.Size:
     if not isinstance(x, torch.Tensor):
         check_tensors(name, x=x)
-    return x.shape
+    try:
+        return x.shape
+    except RuntimeError:
+        check_dense(name, x=x)
+        raise
 
 
 def _num_rows(name: str, x: torch.Tensor) -> int:
