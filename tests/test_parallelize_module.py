@@ -316,20 +316,20 @@ def test_colwise_parallel_group_shares_what_its_members_do_for_one_input(ctx, se
         parallelize_module(module, mesh, ColwiseParallelGroup("up", "act"))
     parallelize_module(model.to(ctx.device), mesh, split)
 
-    def judge(what, run, made, *inputs):
+    def judge(what, run, made, *inputs, roundings=200):
         made.zero_grad()
         twin.zero_grad()
         mine = [distribute_tensor(each.to(ctx.device), mesh, [sequence]).to_local().clone() for each in inputs]
         mine = [each.requires_grad_() for each in mine]
         wanted = [each.double().requires_grad_() for each in inputs]
         (y, want) = run(*mine), twin(*wanted)
-        assert_near(y, want, what)
+        assert_near(y, want, what, roundings)
         y.square().sum().backward()
         want.square().sum().backward()
         for got, leaf in zip(mine, wanted, strict=True):
-            assert_near(DTensor.from_local(got.grad, mesh, [sequence]), leaf.grad, what)
+            assert_near(DTensor.from_local(got.grad, mesh, [sequence]), leaf.grad, what, roundings)
         for (name, parameter), truth in zip(made.named_parameters(), twin.parameters(), strict=True):
-            assert_near(parameter.grad, truth.grad, (what, name))
+            assert_near(parameter.grad, truth.grad, (what, name), roundings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(ctx), "call", lambda self, op, *t: calls.append(op.operation) or call(self, op, *t))
@@ -343,6 +343,8 @@ def test_colwise_parallel_group_shares_what_its_members_do_for_one_input(ctx, se
     judge("checkpointed", lambda t: torch.utils.checkpoint.checkpoint(model, t, use_reentrant=False), model, x)
     torch._dynamo.reset()
     judge("compiled", torch.compile(model, backend="aot_eager", fullgraph=True), model, x)
+    with torch.autocast(ctx.device.type, torch.bfloat16):
+        judge("autocast", model, model, x, roundings=16 * torch.finfo(torch.bfloat16).eps / EPS)
     siblings = model.gate._siblings
     assert siblings is model.up._siblings and siblings is not copied.gate._siblings
     assert siblings._input is None and not siblings._products  # no activation is held

@@ -132,8 +132,9 @@ class Siblings:
         if not self._products:
             self.forget()
         if y is None:
-            with torch.autocast(whole.device.type, enabled=False):  # parts have its dtype already
-                y = functional.linear(whole, *linear._parts())
+            weight, bias = linear._parts()
+            with torch.autocast(whole.device.type, enabled=False):  # all three have its dtype already
+                y = functional.linear(whole, weight, bias)
         return y
 
     def _take(self, linear: ColwiseLinear, x: torch.Tensor):
