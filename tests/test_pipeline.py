@@ -164,6 +164,15 @@ def test_forward_backward_pipelining_needs_no_shape_on_one_rank():
     assert losses == [1.0, 1.0] and stage.weight.grad.tolist() == [1.0]
 
 
+def test_forward_backward_pipelining_returns_whatever_a_loss_without_backward_is():
+    comm, data = P2PCommunicator(Ranks(0, 1), backend=Recorder()), [(torch.ones(2, 3), torch.zeros(2, 3))] * 2
+    loss = lambda output, target: (F.mse_loss(output, target).item(), {"output": output})  # noqa: E731
+    found = forward_backward_pipelining([Scale()], data, loss, comm, forward_only=True)
+    assert [value for value, _ in found] == [1.0, 1.0] and found[0][1]["output"].shape == (2, 3)
+    with pytest.raises(TypeError, match="loss_fn returns float, which has no gradient; return a scalar tensor, or"):
+        forward_backward_pipelining([Scale()], data, lambda *pair: loss(*pair)[0], comm)
+
+
 def test_forward_backward_pipelining_sends_zeros_back_from_a_stage_that_does_not_use_what_it_gets():
     wire = Recorder()
     stage = nn.Linear(1, 1)

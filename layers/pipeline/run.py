@@ -165,7 +165,7 @@ def forward_backward_pipelining(
     deallocate: bool = False,
     no_sync_func=None,
     grad_sync_func=None,
-) -> list[torch.Tensor]:
+) -> list:
     """Collective. One training step: accumulates the gradients of the mean of the microbatches' losses.
 
     stage_chunks: this rank's parts of the model, in order. Each maps the tensors it receives to those it sends. The
@@ -173,7 +173,8 @@ def forward_backward_pipelining(
     microbatches: (input, target) or (input, target, options), the same number on every rank. The first part reads
         inputs, the last targets. options: keyword arguments of every part (masks, positions, ids), which are not sent:
         each rank has its own, and no gradient leaves through them.
-    loss_fn: (output of the last part, target) -> scalar; None on ranks without the last part.
+    loss_fn: (output of the last part, target) -> scalar, with forward_only anything; None on ranks without the last
+        part.
     tensor_shape: of the tensors between stages, or a function of the microbatch's number; lists and dicts of shapes as
         in P2PCommunicator; None if there is one rank, or for each tensor if the communicator exchanges shapes.
     forward_only: losses without gradients.
@@ -188,9 +189,9 @@ def forward_backward_pipelining(
         no_sync_func, as in Megatron's config: a function, or a list of one for each chunk.
 
     Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises TypeError for
-    arguments that are none of these, before anything is sent, and ValueError for an impossible schedule, for missing
-    shapes, for shapes other than those that a stage returns, and for overlap with a communicator that exchanges shapes,
-    because the host waits for them.
+    arguments that are none of these, before anything is sent, and for a loss that has no gradient; and ValueError for
+    an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
+    communicator that exchanges shapes, because the host waits for them.
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
@@ -221,7 +222,7 @@ def forward_backward_pipelining(
             run.exchange(later)
     comm.drain()
     assert not run.arriving and len(comm.open_handles) <= num_open, comm.open_handles
-    return [run.losses[number].detach() for number in sorted(run.losses)]
+    return [tree_map_only(torch.Tensor, torch.Tensor.detach, run.losses[number]) for number in sorted(run.losses)]
 
 
 def _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last: bool):
@@ -291,6 +292,11 @@ class _Run:
         output = self.chunks[step.chunk](source if self.is_first(step) else x, **(options[0] if options else {}))
         if self.is_last(step):
             output = self.losses[step.microbatch] = self.loss_fn(output, target)
+            if not self.forward_only and not isinstance(output, torch.Tensor):
+                raise TypeError(
+                    f"pipeline: loss_fn returns {type(output).__name__}, which has no gradient; return a scalar "
+                    f"tensor, or pass forward_only=True"
+                )
         else:
             self._check_shapes(step, output)
             self.output = output
