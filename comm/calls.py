@@ -5,10 +5,9 @@ workspace and all but a few of its kernel's arguments. The first call of a kind 
 its kernels; the next ones look that up, allocate a result, and launch with their own tensors.
 
 What ranks share. In every call on a workspace each rank tells its peers the epoch and the number of the call that it
-has begun (`device.begin_call`), and compares the numbers that it is told with its own (`device.end_call`). Equal calls
-have equal numbers on all ranks, with nothing agreed on beforehand. A number means nothing to a reader, so once two of
-them differ, the two ranks exchange what stands behind them on the host. Where ranks meet on the host anyway, they
-compare all of it (`Group.gather`).
+has begun (`device.begin_call`), and compares what it is told with its own (`device.end_call`). Once two numbers differ,
+the two ranks exchange what stands behind them on the host. Where ranks meet on the host anyway, they compare all of it
+(`Group.gather`).
 
 Threads. Each rank would order the calls of two threads in its own way, and one thread's call on a rank would meet the
 other's on a peer. So where calls overlap, the second is refused (`Turn`). Threads that take turns are welcome: as

@@ -221,7 +221,10 @@ _start_workers()
 
 
 def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
-    """Run the programs on `num_threads` threads, started in order. Raises the first exception of any, unchanged."""
+    """Run the programs on `num_threads` threads, started in order; one program after the other on the caller's own.
+
+    Raises the first exception of any, unchanged.
+    """
     lock, started = threading.Lock(), []
 
     def run_programs():
@@ -238,7 +241,9 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
                     launch.errors.append(error)
 
     try:
-        while len(started) < num_threads:
+        if num_threads == 1:
+            run_programs()
+        while len(started) < num_threads > 1:
             started.append(_workers.submit(run_programs))
         _wait(started)
     except BaseException as interrupt:
@@ -269,16 +274,8 @@ def _launch_kernel(executor, *args, **kwargs):
 
     # x fastest, the order of a GPU's block scheduler
     indices = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
-    num_programs = grid[0] * grid[1] * grid[2]
-    num_threads = min(_settings.resident, num_programs)
-    launch = _Launch(kernel, grid, _settings)
     body = functools.partial(executor.fn, **arguments)
-    if num_threads > 1:
-        _run_together(body, launch, indices, num_threads)
-    else:
-        with np.errstate(all="ignore"):
-            for index in indices:
-                _run_program(body, launch, index)
+    _run_together(body, _Launch(kernel, grid, _settings), indices, min(_settings.resident, math.prod(grid)))
 
 
 def _without_constexpr(value):
@@ -527,13 +524,6 @@ def _init_block_type(block_type, element_ty, shape):
     vars(block_type).update(attributes, element_ty=element_ty, name=f"<{text}, {element_ty}>")
 
 
-_equals_stock_dtype = tl.dtype.__eq__
-
-
-def _equals_dtype(dtype, other) -> bool:
-    return dtype is other or _equals_stock_dtype(dtype, other)
-
-
 @functools.cache
 def _shape_and_size(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
     return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
@@ -674,7 +664,6 @@ def install() -> None:
     stock._get_np_dtype = _numpy_type
     stock.ReduceScanOpInterface.apply = _reduce_or_scan
     stock.TensorDescHandle.materialize_pointers = _pointers_of_descriptor
-    tl.dtype.__eq__ = _equals_dtype
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
     stock.GridExecutor.__call__ = _launch_kernel

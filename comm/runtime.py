@@ -5,10 +5,8 @@
 
 TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshmem if torch sees a GPU and nvshmem4py is
 installed (0.4.1 or newer), and the simulated runtime otherwise. With TKERNELS_SHARE_GPUS=1 several ranks may share a
-GPU, to test compiled kernels on a machine with fewer GPUs than ranks: the driver time-slices the processes, so a
-waiting rank makes room for the one that it waits for. Results are the same, timings are meaningless, and torch's
-collectives go through the host, as NCCL does not work (tkernels/shared_gpus.py). On one H200 NVSHMEM always started 2
-ranks, but not always 3.
+GPU: the driver time-slices the processes, so a waiting rank makes room for the one that it waits for. On one H200
+NVSHMEM always started 2 ranks, but not always 3.
 """
 
 import importlib.metadata

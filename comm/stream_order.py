@@ -8,10 +8,8 @@ of the earlier one. NCCL orders its communicators in the same way with NCCL_LAUN
 Why no rank waits forever: ranks that share groups call their operations in one order. Of the unfinished operations one
 is then the first on all of its ranks, and finds all their SMs free.
 
-What it costs: one event where the stream changes. Little overlap is lost, since operations that together need more
-programs than there are SMs could not run at the same time. Where contexts leave each other room, nothing is ordered.
-
-Threads whose order differs between ranks need a stream and a context each, which leave each other room.
+What it costs: one event where the stream changes. Where contexts leave each other room, nothing is ordered, and threads
+whose order differs between ranks need such contexts, and streams, of their own.
 
 What is not ordered: the replays of a CUDA graph, the messages of channels, kernels that a program launches itself, and
 torch.distributed's collectives, except those that this library calls.

@@ -9,38 +9,17 @@ __version__ = "0.1.0"
 # The module of each public name, imported at the name's first use. Importing the runtime turns Triton's interpreter on
 # where there is no GPU, which must not happen in a pytest session that merely has this package's plugin installed.
 _HOMES = {
-    "tkernels.comm": (
-        "RUNTIME",
-        "Context",
-        "HeapExhaustedError",
-        "LeaseError",
-        "MismatchError",
-        "OutOfStepError",
-        "TkernelsError",
-        "WaitTimeoutError",
-        "current_context",
-        "finalize",
-        "init",
-    ),
-    "tkernels.comm.collectives": ("split_rows",),
-    "tkernels.launch": ("RankError", "RankTimeoutError", "launch"),
-    "tkernels.paths": ("explain",),
-    "tkernels.tune": ("tune",),
-    "tkernels.operators": (
-        "all_gather",
-        "all_gather_matmul",
-        "all_reduce",
-        "barrier",
-        "dequantize",
-        "matmul",
-        "matmul_all_reduce",
-        "matmul_reduce_scatter",
-        "quantize",
-        "reduce_scatter",
-    ),
-    "tkernels.trace.recorder": ("tracing",),
+    "tkernels.comm": "RUNTIME Context current_context finalize init HeapExhaustedError LeaseError MismatchError "
+    "OutOfStepError TkernelsError WaitTimeoutError",
+    "tkernels.comm.collectives": "split_rows",
+    "tkernels.launch": "RankError RankTimeoutError launch",
+    "tkernels.paths": "explain",
+    "tkernels.tune": "tune",
+    "tkernels.operators": "all_gather all_gather_matmul all_reduce barrier dequantize matmul matmul_all_reduce "
+    "matmul_reduce_scatter quantize reduce_scatter",
+    "tkernels.trace.recorder": "tracing",
 }
-_home_of = {name: home for home, names in _HOMES.items() for name in names}
+_home_of = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_home_of)
 
 

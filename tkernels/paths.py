@@ -1,18 +1,13 @@
 """Chooses the path of an operation: its fused kernel, or the plain path, a collective and `matmul` one after the other.
 
-Overlap pays off once there is enough communication to hide. Below that size the transfer takes a few microseconds, a
-fused kernel has fewer tiles than the GPU has SMs, and the plain path wins: cuBLAS splits K when there are few rows, and
-the collective sends packets. Both paths compute the same (fp32 sums in rank order, then bias once, then the activation)
-and have the same options and gradients. Only the rounding of intermediate partial sums may differ, and where torch
+With few rows there is little to hide, a fused kernel has fewer tiles than the GPU has SMs, and the plain path wins:
+cuBLAS splits K then, and the collective sends packets. It wins at any size where torch multiplies so much faster than
+our kernels that overlap could not make up for it, as in fp32. Both paths compute the same (fp32 sums in rank order,
+then bias once, then the activation). Only the rounding of intermediate partial sums may differ, and where torch
 multiplies, that of sums before an activation.
 
-Where torch multiplies so much faster than our kernels that overlap could not make up for it, as in fp32, the plain path
-wins at any size.
-
 All ranks must take the same path, so the rule depends only on what they share: the bytes that are sent, the dtype and
-the GPU, not one rank's number of features.
-
-A local product has a choice as well, between our kernel and torch's matmul; each rank makes it by itself.
+the GPU, not one rank's number of features. The way of a local product each rank chooses by itself.
 """
 
 import functools
@@ -34,6 +29,7 @@ from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
 from tkernels.model import PLAIN_BYTES, sent_dtype
 
 PATHS = ("fused", "plain")
+MULTIPLIED = dict(kernel="by our kernel", staged="with copies in wider rows", library="by torch's matmul")
 
 _log = logging.getLogger("tkernels")
 
@@ -107,12 +103,7 @@ def explain_product(problem: model.Problem) -> Choice:
     taken, _ = product_way(problem)
     ways = [Way(name, *found) for name, found in product_ways(problem).items()]
     ways.sort(key=lambda way: (way.name != taken, way.predicted.seconds))
-    names = {
-        model.KERNEL: "by our kernel",
-        model.STAGED: "with copies in wider rows",
-        model.LIBRARY: "by torch's matmul",
-    }
-    times = ", ".join(f"{1e6 * way.predicted.seconds:.0f} us {names[way.name]}" for way in ways)
+    times = ", ".join(f"{1e6 * way.predicted.seconds:.0f} us {MULTIPLIED[way.name]}" for way in ways)
     if taken == model.LIBRARY and problem.dtype == torch.float32:
         times += f", which multiplies {'fp32' if problem.precision == 'ieee' else problem.precision} faster"
     elif taken == model.LIBRARY and problem.tma:

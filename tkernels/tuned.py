@@ -7,8 +7,8 @@ contains:
     (others)  the result
 
 A record replaces earlier ones with the same key. The user's are in one file, to which each is appended by a single
-write, so that jobs may do so at the same time. Some records ship with the package (data/tuned.jsonl) and hold for any
-version of torch and triton; records from this machine take precedence.
+write, so that jobs may do so at the same time. Those of the package (data/tuned.jsonl) hold for any version of torch
+and triton, where there are none from this machine.
 """
 
 import json

@@ -3,47 +3,35 @@
 `start`, `step`, `worst_gradient` and `finish` run in a rank's process, where `_here` holds the models in between; the
 parent calls one after the other.
 
-How far may the two differ? They add the same numbers in two orders, with at most three roundings more in one. Let
+How far may the two differ? They add the same numbers in two orders. Rounding errors add up as a random walk, to
 
-    u    half an epsilon of the dtype: the error of one rounding; u32 that of fp32
+    e = u sqrt(n) + u32 sqrt(n K)             of the result of a pass
+    2 (e + u sqrt(M / 2))                     of the norm of a gradient of the first step
+    L (2 e (t + 1) / sqrt(M) + 4 u32)         of a loss, after t steps
+
+    u    half an epsilon of the dtype: the error of one rounding; u32 that of fp32, in which sums are accumulated
     n    roundings on the longest path of a value, there and back: 2 * 10 a layer (`ROUNDINGS_PER_LAYER`)
-    K    terms of the longest sum, 4d; sums are accumulated in fp32
+    K    terms of the longest sum, 4d
+    M    tokens of a step, over which torch's CPU kernels sum gradients of norms and embeddings in the dtype itself
     L    the loss, which also bounds the effect on it of a relative error of the logits
-    M    tokens of a step
 
-Rounding errors are independent and add up as a random walk: the result of a pass has the relative error
+The weights of the first step are the same bit for bit. Each step leaves an error in them, which moves the later losses
+by as much again, to first order (the update is a smooth function of the gradient, thanks to Adam's large epsilon), and
+the bound lets these add up without cancelling. A gradient may be off by 2e-5 in fp32 and 0.14 in bf16; one that lacks
+the share of one of two ranks is by 1. Of losses fp32's bound is 5e-6 in the first step and 8e-5 in the 40th. Measured:
+up to a tenth of it in 400 steps of fp32, up to a hundredth in 200 of bf16; with half of the gradient of one bias lost,
+whichever bias, 1.6 to 1500 times as much by the third step in fp32.
 
-    e = u sqrt(n) + u32 sqrt(n K)
+In FP8 the sharded model's linear layers quantize their operands as well, beside a model in bf16 (u is that of bf16).
+These errors are independent from step to step, since weights and activations move by more than their last bits, and add
 
-*Gradients* of the first step, in which the weights are the same bit for bit, differ by two such errors, and by two of
-the sum over tokens, which torch's CPU kernels accumulate in the dtype itself for norms and embeddings. Relative to a
-gradient's norm that is 2e-5 in fp32, 0.14 in bf16; a gradient that lacks the share of one of two ranks is off by 1:
-
-    2 (e + u sqrt(M / 2))
-
-*Losses* are means over M tokens. Each step leaves an error in the weights, which moves the later losses by as much
-again, to first order: the update is a smooth function of the gradient, thanks to Adam's large epsilon. If the errors of
-all steps add up without cancelling, after t steps
-
-    L (2 e (t + 1) / sqrt(M) + 4 u32)
-
-In fp32 this is 5e-6 in the first step and 8e-5 in the 40th. Measured: up to a tenth of it in 400 steps of fp32, up to a
-hundredth in 200 of bf16; with half of the gradient of one bias lost, whichever bias, 1.6 to 1500 times as much by the
-third step in fp32.
-
-In FP8 the sharded model's linear layers quantize their operands, and the other model is one of bf16 (u is that of
-bf16). Let
+    f = v sqrt(q)                             of a gradient's norm
+    L f sqrt(t + 1) / sqrt(M)                 of a loss
 
     q    quantizations on the longest path there and back: 2 operands of each product, 2 * 2 * 4 a layer
-    v    what one adds at most, half an epsilon of e4m3 / sqrt(3): the deviation of an error that is evenly distributed
+    v    the deviation of what one adds, evenly distributed: half an epsilon of e4m3 / sqrt(3)
 
-Only one of the two models has these errors, and they are independent from step to step, since weights and activations
-move by more than their last bits: they add up as a random walk. To the bounds above is added, with f = v sqrt(q)
-
-    f                                   of a gradient's norm
-    L f sqrt(t + 1) / sqrt(M)           of a loss
-
-which is 0.34 of a gradient's norm with bf16's share, and of losses 0.07 in the first step and 0.5 in the 30th.
+which with bf16's share is 0.34 of a gradient's norm, and of losses 0.07 in the first step and 0.5 in the 30th.
 Measured: 0.07 of a gradient's norm, and in 30 steps up to 0.006 of what is allowed of a loss.
 """
 
