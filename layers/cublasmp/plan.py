@@ -17,7 +17,7 @@ from tkernels.choice import overlap_config
 from tkernels.comm import Context
 from tkernels.comm.collectives import all_reduce
 from tkernels.configs import FP8, with_room_for
-from tkernels.gemm import Scales, layout_of, multiply
+from tkernels.gemm import Scales, fused_layout, multiply
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import Owned, length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
@@ -180,7 +180,7 @@ class Plan:
             return None
         (N, K), operation = w.shape, OPERATIONS[self.pattern]
         precision = self.problem.precision
-        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w), True, precision)
+        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, fused_layout(x, w), True, precision)
         stored = max(self.wire, dtype, key=lambda each: each.itemsize)
         return dataclasses.replace(with_room_for(config, stored, x.dtype, precision), num_comm=num_comm)
 

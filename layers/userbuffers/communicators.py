@@ -43,7 +43,7 @@ from tkernels.comm.mail import MAX_TILE_CHUNKS
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 from tkernels.configs import DTYPES, FP8, MIN_CHUNK_ROWS, OverlapConfig, result_dtype, with_room_for
-from tkernels.gemm import Matmul, Scales, layout_of, precision
+from tkernels.gemm import Matmul, Scales, fused_layout, layout_of, precision
 from tkernels.layers.lease import Lease
 from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory
@@ -443,7 +443,7 @@ class CommOverlapCore:
 
     def _config(self, operation: str, tokens: int, x, w, width: int, how: str, spared: int = 0) -> OverlapConfig:
         """The kernel's configuration: the library's choice, changed by the options. width: columns of the data sent."""
-        layout = layout_of(x, w)
+        layout = fused_layout(x, w)
         key = operation, tokens, *w.shape, x.dtype, layout, width, how, spared
         if key not in self._configs:
             self._check(width, tokens, x.dtype)
