@@ -61,23 +61,24 @@ def table(title: str, lines: list[dict], labels: Callable[[dict], dict[str, str]
 def run(args: argparse.Namespace, comparisons: dict[str, tuple], draw: Callable[[list[dict]], Table]) -> int:
     """Run function(ctx, *arguments) on all ranks for each name, append its record, print all, and return the exit code.
 
-    A comparison that is refused, or whose rank failed, has no record; the others go on.
+    Each on ranks of its own, as contexts keep a workspace for each stream that models have used. A comparison that is
+    refused, or whose rank failed, has no record; the others go on.
     """
     console, lines = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
     # For units of 218 M parameters, of which three are gathered at a time, beside those on their way.
     options = {"heap_bytes": 6 << 30} if tkernels.RUNTIME == "nvshmem" else {}
-    with RankPool(args.ranks, ctx_options=options) as pool:
-        for name, (function, *arguments) in comparisons.items():
-            try:
+    for name, (function, *arguments) in comparisons.items():
+        try:
+            with RankPool(args.ranks, ctx_options=options) as pool:
                 line = pool.run(function, *arguments, timeout_s=TIMEOUT_S)[0]
-            except RankError as error:
-                line = {"refused": str(error)}
-            if "refused" in line:
-                console.print(f"{name}: no number is reported: {line['refused']}", style="red", markup=False)
-                continue
-            lines.append(line)
-            if args.json is not None:
-                append(args.json, line)
+        except RankError as error:
+            line = {"refused": str(error)}
+        if "refused" in line:
+            console.print(f"{name}: no number is reported: {line['refused']}", style="red", markup=False)
+            continue
+        lines.append(line)
+        if args.json is not None:
+            append(args.json, line)
     if lines:
         console.print(draw(lines))
     return 0 if len(lines) == len(comparisons) else 1
