@@ -89,6 +89,8 @@ def test_matmul_reduce_scatter_stages_rows_that_tma_can_not_take(ctx, transport)
             assert call(out=out) is out and torch.equal(out, want)
             wide = call(out_dtype=torch.float32)
             assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), want)
+            lossy = call(wire_dtype=torch.float8_e4m3fn)
+        assert torch.equal(lossy, call(wire_dtype=torch.float8_e4m3fn))  # of other rows
         kernels = [name for name, *_ in launched]
         copied = kernels.count("copy_rows_kernel") / kernels.count("matmul_reduce_kernel")
         assert copied == (K % 8 > 0) + (N % 8 > 0 and len(want) > 0) + ((N if transposed else K) % 8 > 0), (N, K)

@@ -202,6 +202,8 @@ def all_gather_matmul(
 
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
     only if its rows are not contiguous. N/R may differ from rank to rank and be 0.
+    In 16 bits, whatever of x_shard_m, w_shard_n and y_shard_n has rows that are no multiples of 16 bytes is copied in
+    the call, on GPUs of capability 9.0 and above; a config with use_tma=False reads and writes them where they are.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
     backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.
@@ -317,7 +319,7 @@ def matmul_reduce_scatter(
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum. K/R may
-    differ from rank to rank and be 0.
+    differ from rank to rank and be 0. Rows that are no multiples of 16 bytes are copied as all_gather_matmul's.
 
     scatter_dim: x_shard_k may have any number of leading dimensions, [..., K/R], of which this one is scattered.
         "Rows" then mean it. The result is contiguous; `out` must have that dimension first in memory.
