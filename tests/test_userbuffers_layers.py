@@ -530,6 +530,8 @@ def test_fewer_and_uneven_tokens(ctx):
         plain = linear("column", **parallel(ctx, torch.float32))
         with pytest.raises(ValueError, match=r"rows=\[10, 4\] needs overlap"):
             plain(mine, rows=(5, 2))
+        with pytest.raises(TypeError, match="Linear: rows=7 must be every rank's number of rows"):
+            column(mine, rows=7)
 
 
 @pytest.mark.ranks(2)
@@ -826,6 +828,8 @@ def test_a_group_says_the_size_by_itself(ctx):
     assert layers[0].weight.shape == (H, H) and layers[1].fc1_weight.shape == (FFN // 2, H)
     with pytest.raises(ValueError, match="tp_group has 2 ranks, but tp_size=3"):
         te.Linear(H, 3 * H, parallel_mode="column", tp_group=group, tp_size=3, device=ctx.device)
+    copied = copy.deepcopy(layers[2])
+    assert copied.self_attention.proj.tp_group is group and copied.self_attention.proj.weight.partition_dim == 1
     x = torch.ones(S, H, device=ctx.device)
     with torch.no_grad():
         assert layers[0](x).shape == (S, H) and te.gather_along_first_dim(x, mesh)[0].shape == (2 * S, H)

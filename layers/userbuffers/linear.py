@@ -1,6 +1,7 @@
 """Linear and LayerNormLinear with TransformerEngine's arguments in its order, and the base class of all layers here."""
 
 import contextlib
+import copy
 import itertools
 import math
 import warnings
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tkernels.comm.arguments import check_dense
+from tkernels.comm.arguments import check_dense, check_type
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
@@ -73,6 +74,12 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         if name in self.__dict__.get("_parameters", ()):
             for scaling in self.__dict__.get("_float8", {}).values():
                 scaling.copies.forget()
+
+    def __deepcopy__(self, memo):
+        memo[id(self.tp_group)] = self.tp_group  # a copied layer is on the same ranks
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        return copied
 
     def _effective(
         self, mode, ub_name, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, **_
@@ -245,7 +252,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             if (ub_name, scaling) not in self._float8:
                 self._float8[ub_name, scaling] = float8.LayerScaling(scaling)
             quantizers = self._float8[ub_name, scaling].for_call(weights)
-        rows = None if rows is None else [n * inner for n in rows]
+        if rows is not None:
+            check_type(f"{type(self).__name__}: rows", rows, Iterable, "every rank's number of rows")
+            rows = [n * inner for n in rows]
         flow = self._flow(mode, x.shape[:-1].numel(), rows, flags, ub_name, dtype)
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
         return dataflow.linear(x, weight, bias, flow, wgrad, quantizers)
