@@ -704,6 +704,25 @@ def test_every_product_with_options_that_no_operator_has_refuses_a_gradient_and_
 
 
 @pytest.mark.ranks(2)
+def test_products_and_barrier_break_the_graph_of_compiled_code_where_no_operator_has_the_options(ctx):
+    """torch.compile would look into the interpreter, or a launch, and end the context."""
+    x, w = (integers((8, 16), torch.bfloat16, seed, device=ctx.device) for seed in (ctx.rank, 7))
+
+    def calls(x, w):
+        tkernels.barrier(ctx=ctx)
+        y = tkernels.matmul(x, w, out=x.new_empty(8, 8))
+        z = tkernels.all_gather_matmul(x, w, return_gathered="borrowed", ctx=ctx)[0]
+        return y, z, tkernels.matmul_reduce_scatter(x, w, out=x.new_empty(4, 8), ctx=ctx)
+
+    for compiled, want in zip(torch.compile(calls, backend="eager")(x, w), calls(x, w), strict=True):
+        assert torch.equal(compiled, want)
+    for function in (functools.partial(tkernels.matmul, out=x.new_empty(8, 8)), lambda x, w: tkernels.barrier(ctx=ctx)):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="barrier, and products with out=, .* don't trace"):
+            torch.compile(lambda *each, f=function: f(*each), backend="eager", fullgraph=True)(x, w)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("path", ["fused", "plain"])
 def test_every_product_has_the_gradient_of_a_result_and_of_a_wire_in_fp32(ctx, path):
     """The gradients are those of a result in the operands' dtype. These numbers are small, and are not rounded."""

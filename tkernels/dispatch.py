@@ -18,6 +18,8 @@ from tkernels.comm.arguments import check_dense
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
+UNTRACED = "barrier, and products with out=, config=, or return_gathered= of a tensor or 'borrowed', don't trace"
+
 _library = torch.library.Library("tkernels", "DEF")
 
 
@@ -134,6 +136,17 @@ def apply_transformed(name: str, function: type[torch.autograd.Function], *argum
             f"torch.func.grad or vmap to what isn't compiled"
         )
     return torch.compiler.disable(function.apply)(*arguments)
+
+
+def untraced(function):
+    """function(), also in compiled code, whose graph breaks here: a trace can't look into what no operator stands for.
+
+    With fullgraph=True torch.compile refuses it, with this reason.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=UNTRACED)
+        return torch.compiler.disable(function)()
+    return function()
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from tkernels.comm import collectives
 from tkernels.comm.arguments import check_dense, check_tensors
 from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
-from tkernels.dispatch import PLAIN, wants_gradient
+from tkernels.dispatch import PLAIN, untraced, wants_gradient
 from tkernels.gemm import ACTIVATIONS, Scales, activation_reference, check_apart, multiply, precision
 from tkernels.leading import Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
@@ -112,9 +112,13 @@ def matmul(
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
         return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, out_dtype, fast_accum), separate)
-    options = activation, out_dtype, config, precision(x.dtype, fast_accum)
-    check_apart("matmul", out, x=x, w=w, bias=bias, x_scale=x_scale, w_scale=w_scale)
-    return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
+
+    def call():
+        options = activation, out_dtype, config, precision(x.dtype, fast_accum)
+        check_apart("matmul", out, x=x, w=w, bias=bias, x_scale=x_scale, w_scale=w_scale)
+        return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
+
+    return untraced(call)
 
 
 def quantize(
@@ -270,11 +274,16 @@ def all_gather_matmul(
         y, *gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, x_scale, w_scale, *options)
         y = activation_reference(y, separate)
     else:
-        check_apart("all_gather_matmul", out, **operands, **scales, return_gathered=into)
-        check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias, **scales)
-        return_gathered, how = into is not None or return_gathered, precision(x_shard_m.dtype, fast_accum)
-        call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, return_gathered)
-        y, *gathered = ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
+        return_gathered = into is not None or return_gathered
+
+        def call():
+            check_apart("all_gather_matmul", out, **operands, **scales, return_gathered=into)
+            check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias, **scales)
+            how = precision(x_shard_m.dtype, fast_accum)
+            call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, return_gathered)
+            return ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
+
+        y, *gathered = untraced(call)
     return (y, *gathered[: 2 if fp8 else 1]) if return_gathered else y
 
 
@@ -385,14 +394,19 @@ def _reduced(kind, ctx, tensors, activation, rows, fast_accum, out_dtype, wire_d
     if not operators or _is_scaled(x, x_scale, w_scale):
         named = dict(zip(("x_shard_k", "w_shard_k", "bias", "x_scale", "w_scale", "out"), tensors, strict=True))
         _check_without_gradient(name, named)
-        check_apart(name, **named)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
         options = ctx.name, path, out_dtype, wire_dtype, fast_accum
         options = options if rows is None else (rows, *options)
         return activation_reference(getattr(ops, name)(x, w, bias, x_scale, w_scale, fused, *options), separate)
-    call = kind(activation, rows, out_dtype, config, path, precision(x.dtype, fast_accum), wire_dtype=wire_dtype)
-    return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
+
+    def call():
+        check_apart(name, **named)
+        how = precision(x.dtype, fast_accum)
+        call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype)
+        return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
+
+    return untraced(call)
 
 
 def all_gather(
@@ -450,4 +464,4 @@ def barrier(*, ctx: Context | None = None):
 
     Raises WaitTimeoutError if a rank did not reach it in time.
     """
-    as_context(ctx, "barrier: ctx").barrier()
+    untraced(as_context(ctx, "barrier: ctx").barrier)
