@@ -9,13 +9,22 @@ import pytest
 import torch
 from streams import Simulator, subsets
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transports import STREAMED, gpu_only, message_on_every_rank
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError, current_context
 from tkernels.comm.group import Group
-from tkernels.layers import all_reduce_sequence_parallel_grads, clip_grad_norm_
+from tkernels.layers import (
+    FullyShard,
+    ZeroOptimizer,
+    all_reduce_sequence_parallel_grads,
+    clip_grad_norm_,
+    fully_shard,
+)
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.param_bucket import ParamBucket, UpdatedValues
 from tkernels.layers.data_parallel.values import ensure_params_ready
@@ -337,12 +346,13 @@ def test_overlapped_ddp_a_step_that_fails_can_be_begun_again(ctx):
     def gradient():
         ddp(torch.full((1, 8), ctx.rank + 1.0, device=ctx.device)).sum().backward()
 
-    def fail(_):
+    def fail(*_):
         raise ArithmeticError("a hook of the user's")
 
     for step in range(4):
         ddp.zero_grad()
-        handle = model.weight.register_post_accumulate_grad_hook(fail)  # after ours, which may have started a reduction
+        node = get_gradient_edge(model.weight).node
+        handle = node.register_hook(fail)  # after ours, which may have started a reduction
         with ddp.no_sync() if step % 2 else contextlib.nullcontext(), pytest.raises(ArithmeticError):
             gradient()
         handle.remove()
@@ -662,6 +672,141 @@ def test_overlapped_ddp_refuses_a_backward_that_creates_a_graph(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+def test_overlapped_ddp_whoever_drops_gradients_of_parameters_in_shards_has_dropped_them(ctx, grad_dtype):
+    """By the module's zero_grad, or one by one, and whether backward or the optimizer's step is next."""
+    outer = nn.Sequential(OverlappedDDP(exact_model().to(ctx.device), mesh=ctx, backend="torch", grad_dtype=grad_dtype,
+                                        **SHARDED))  # fmt: skip
+    ddp, x = outer[0], torch.ones(2, 8, device=ctx.device)
+    model, optimizer = ddp.module, torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+
+    def sums():
+        """Of all ranks' shards, the gradients of a.weight, a.bias and b.weight."""
+        found = {param: torch.zeros_like(param) for param in model.parameters()}
+        for bucket in ddp.buckets:
+            for index, param in enumerate(bucket.parameters):
+                first, last = bucket.layout.piece(index, bucket.levels.shard)
+                found[param].view(-1)[first:last] = param.main_grad.view(-1)[first:last]
+        parts = torch.cat([grad.flatten() for grad in found.values()])
+        ddp.levels.whole.all_reduce(parts)
+        return [part.unique().tolist() for part in parts.split([param.numel() for param in found])]
+
+    def backward():
+        ddp(x).sum().backward()
+        return sums()
+
+    assert backward() == [[2], [2], [4]]
+    assert backward() == [[4], [4], [8]]
+    outer.zero_grad()
+    assert backward() == [[2], [2], [4]]
+    model.zero_grad(set_to_none=False)
+    assert backward() == [[2], [2], [4]]
+    model.a.weight.grad = None
+    model.b.zero_grad(set_to_none=False)
+    assert backward() == [[2], [4], [4]]
+    model.a.weight.grad = torch.full_like(model.a.weight, 5.0)
+    assert backward() == [[7], [6], [8]]
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+        model.a.zero_grad()
+        ddp(x).sum().backward()
+    model.b.zero_grad()
+    assert backward() == [[4], [4], [4]]
+    with pytest.raises(RuntimeError, match="memory location"):
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+
+    before = [param.detach().clone() for param in model.parameters()]
+    model.a.zero_grad()
+    optimizer.step()
+    ddp.start_param_sync()
+    ensure_params_ready(model.parameters())
+    moved = [(now - was).unique().tolist() for now, was in zip(model.parameters(), before, strict=True)]
+    assert moved == [[0], [0], [-4]]
+    ddp.remove()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_overlapped_ddp_hooks_of_users_see_a_rank_s_own_gradient_and_may_change_but_not_use_it_up(ctx, mode):
+    model, seen, optimizers = exact_model().to(ctx.device), [], {}
+
+    def hook(param):
+        seen.append(param.grad.clone())
+        param.grad.mul_(3.0)
+        if param in optimizers:
+            optimizers[param].step()
+
+    early = model.a.bias.register_post_accumulate_grad_hook(hook)
+    ddp = OverlappedDDP(model, mesh=ctx, **mode)
+    late = model.a.weight.register_post_accumulate_grad_hook(hook)
+    x = torch.full((1, 8), ctx.rank + 1.0, device=ctx.device)
+    for _ in range(2):
+        ddp(x).sum().backward()
+        assert len(seen) == 2 and all(grad.eq(ctx.rank + 1.0 if grad.dim() == 2 else 1.0).all() for grad in seen)
+        for bucket in ddp.buckets:
+            for param, grad in bucket.parts():
+                each = 4.5 if param is model.a.weight else 3.0  # three times the mean of 1 and 2; twice it
+                assert grad.eq(each).all()
+        seen.clear()
+        ddp.zero_grad()
+    ddp(x).sum().backward()  # gathers
+    ddp.zero_grad()
+    for param in (model.a.weight, model.a.bias):
+        optimizers[param] = torch.optim.SGD([param], lr=1.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises((LeaseError, ValueError), match="in a hook of backward|make the optimizer of owned_parameters"):
+        ddp(x).sum().backward()
+    optimizers.clear()
+    ddp.zero_grad()
+    assert all(map(torch.equal, model.parameters(), before))
+    ddp(x).sum().backward()
+    early.remove(), late.remove()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_inside_of_what_takes_its_gradients_or_parameters_is_refused_on_every_rank(ctx):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(8, 8), OverlappedDDP(exact_model(), mesh=ctx)
+
+        def forward(self, x):
+            return self.body(self.head(x))
+
+    x, group = torch.ones(1, 8, device=ctx.device), ctx.group.process_group
+    outer = nn.parallel.DistributedDataParallel(Outer().to(ctx.device), process_group=group)
+    with pytest.raises(ValueError, match="OverlappedDDP: it is inside of torch's DistributedDataParallel"):
+        outer(x)
+    outer = Outer().to(ctx.device)
+    ignored = [name for name, _ in outer.named_parameters() if name.startswith("body.")]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(outer, ignored)
+    outer = nn.parallel.DistributedDataParallel(outer, process_group=group)
+    for _ in range(2):
+        outer(x * ctx.rank).sum().backward()
+    assert outer.module.body.module.b.weight.grad.unique().numel() > 1
+
+    mesh = DeviceMesh.from_group(group, ctx.device.type)
+    outer = Outer().to(ctx.device)
+    for take in (
+        lambda: fully_shard(outer, mesh=mesh),
+        lambda: FullyShard(outer, units=(nn.Linear,), mesh=mesh),
+        lambda: ZeroOptimizer(outer.parameters(), torch.optim.SGD, mesh=mesh),
+    ):
+        with pytest.raises(ValueError, match="belongs to OverlappedDDP"):
+            take()
+    outer = Outer().to(ctx.device)  # the head may have been sharded
+    fsdp.fully_shard(outer.body, mesh=mesh)
+    with pytest.raises(ValueError, match="3 parameters that it reduces are not the module's any more"):
+        outer(x)
+    with pytest.raises(ValueError, match="belongs to fully_shard"):
+        OverlappedDDP(fully_shard(exact_model().to(ctx.device), mesh=mesh), mesh=ctx)
+    with pytest.raises((ValueError, TypeError), match="OverlappedDDP: a.weight is a DTensor"):
+        OverlappedDDP(fsdp.fully_shard(exact_model().to(ctx.device), mesh=mesh), mesh=ctx)
+
+
+@pytest.mark.ranks(2)
 def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     for parameter in model.parameters():
@@ -864,8 +1009,9 @@ class Simulated:
             **options,
         )
         self.ddp.module.forward = lambda: None
-        for layer, _ in self.places:
-            layer.weight.register_post_accumulate_grad_hook(lambda _: spread.leave())
+        self.nodes = [get_gradient_edge(layer.weight).node for layer, _ in self.places]
+        for node in self.nodes:  # after all hooks of the parameter
+            node.register_hook(lambda *_: spread.leave())
         self.spread = spread
         self.ddp.owned_parameters()  # as an optimizer's maker would
         with self.sim:

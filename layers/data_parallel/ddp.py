@@ -36,6 +36,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -90,7 +91,7 @@ class OverlappedDDP(nn.Module):
     A gradient is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
     `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of `no_sync` reduces: all ranks
     must run the same number of them. One that fails discards the gradients since the last step. Buffers are not
-    synchronised.
+    synchronised. Hooks that users register see a rank's own gradient; an optimizer's step in one raises LeaseError.
 
     Raises ValueError or TypeError for options or parameters that are not supported, MismatchError if ranks disagree on
     parameters or options; on every rank, whichever it concerns.
@@ -171,6 +172,8 @@ class OverlappedDDP(nn.Module):
         self.values = [bucket.values for bucket in self.buckets if bucket.values is not None]
         self.shards = [values.shard for values in self.values]
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
+        parts = [(part, name, param) for part in module.modules() for name, param in part._parameters.items()]
+        self._places = [place for place in parts if place[-1] in self.bucket_of]
         names = {param: name for name, param in module.named_parameters()}
         self.hooks = GradReadyHooks(
             self.bucket_of,
@@ -215,7 +218,7 @@ class OverlappedDDP(nn.Module):
         optimizers work on it. Code that looks at all gradients sees this rank's part of them: torch.amp.GradScaler
         would skip a step on some ranks only, and `tkernels.layers.clip_grad_norm_` has the norm of all. With shards,
         the step of an optimizer of the module's own parameters raises ValueError, and torch's clip_grad_norm_ over them
-        finds no gradients.
+        RuntimeError.
         """
         self.handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
@@ -363,6 +366,8 @@ class OverlappedDDP(nn.Module):
     @torch._disable_dynamo
     def _watch(self, output):
         """Hear of the backward that begins with these outputs."""
+        if not self.removed:
+            self._check_alone()
         enter = weakly(self.enter_backward)  # outputs may outlive this object
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -538,13 +543,19 @@ class OverlappedDDP(nn.Module):
                 f"module was wrapped, so that each rank would train it by its own gradient; remove() this and wrap the "
                 f"module again"
             )
-        unreduced = self._state is State.OPEN or self._reduced is False and self._delivered
+        running = self._state is State.OPEN or self._backward.begun
+        unreduced = running or self._reduced is False and self._delivered
         if unreduced and (wrong is not None or not parameters.isdisjoint(self.shards)):
             raise LeaseError(
-                "OverlappedDDP: an optimizer's step before the gradients are reduced: a backward failed (begin again "
-                "by the wrapper's zero_grad()), or all were in no_sync or deferred gradients have yet to come (call "
-                "finish_grad_sync() after them)"
+                "OverlappedDDP: an optimizer's step before the gradients are reduced: in a hook of backward (step "
+                "after backward), after one that failed (begin again by the wrapper's zero_grad()), or when all were "
+                "in no_sync or deferred gradients have yet to come (call finish_grad_sync() after them)"
             )
+        if not parameters.isdisjoint(self.shards):
+            for bucket in self.buckets:
+                if bucket.dropped:
+                    bucket.prepare()
+                    bucket.finish(self.dev.current_stream())
 
     def check_place(self, parameter: nn.Parameter, now: torch.Tensor):
         """Raises LeaseError if `now`, which a parameter has become, is not where its bucket has it."""
@@ -561,6 +572,23 @@ class OverlappedDDP(nn.Module):
     def _check_places(self):
         for param in self.bucket_of:
             self.check_place(param, param)
+
+    def _check_alone(self):
+        """Raises ValueError if something around this object takes the parameters, or what backward adds to them."""
+        ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+        if ddp is not None and not self.bucket_of.keys().isdisjoint(ddp._module_parameters):
+            raise ValueError(
+                "OverlappedDDP: it is inside of torch's DistributedDataParallel, which reduces the same gradients; "
+                "wrap the whole model by one of them, or tell torch's to ignore these parameters "
+                "(_set_params_and_buffers_to_ignore_for_model)"
+            )
+        gone = [param for part, name, param in self._places if part._parameters.get(name) is not param]
+        if gone and (missing := set(gone).difference(self.module.parameters())):
+            raise ValueError(
+                f"OverlappedDDP: {len(missing)} parameters that it reduces are not the module's any more, as inside of "
+                f"torch's fully_shard, which replaces them; leave them to that, or remove() this and wrap the module "
+                f"again"
+            )
 
     def _check_there(self):
         if self.removed:
@@ -601,6 +629,8 @@ def _check_parameters(params: dict[str, nn.Parameter], wire: Wire, grad_dtype: t
     first, device = next((name, param.device) for name, param in params.items())
     for name, param in params.items():
         check_free(f"OverlappedDDP: {name}", param, OverlappedDDP, GradReadyHooks, Values)
+        if isinstance(param, DTensor):
+            raise TypeError(f"OverlappedDDP: {name} is a DTensor, whose parts it can't tell; use fully_shard for these")
         if param.device != device:
             raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
         wire.check(f"OverlappedDDP: {name}", param, grad_dtype or param.dtype)

@@ -14,6 +14,8 @@ With shards the values are a slot of their own:
     updated               the stream of the optimizer, its shard
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -60,6 +62,9 @@ class ParamBucket:
     if they are sharded, or None. owned: the parameters, or the shard, that this rank's optimizer updates, each with its
     `main_grad`. given: what each of them gets as `.grad`: its `main_grad`, or a part of `cast`, a copy in the
     parameters' dtype.
+
+    The `.grad` of a parameter in a shard is a NaN in its shape, without memory. Whoever drops or zeroes that, as the
+    module's own zero_grad does, has dropped the gradient; whoever reads it finds NaN, and can't scale it.
     """
 
     def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: Levels, comm_stream, dev):
@@ -83,6 +88,7 @@ class ParamBucket:
             self.owned = [self.values.shard]
             self.values.shard.main_grad = self._own
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
+        self._marks = {}  # of parameters in a shard: what `.grad` is, and torch's write count of that
         self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
         if grad_dtype != first.dtype:
             self.cast = self._own.to(first.dtype)
@@ -111,6 +117,12 @@ class ParamBucket:
         return any(owned.grad is not None for owned in self.owned)
 
     @property
+    def dropped(self) -> list[nn.Parameter]:
+        """Parameters in a shard whose own `.grad` somebody has dropped, zeroed or replaced."""
+        marks = self._marks.items() if self.delivered else ()
+        return [each for each, (mark, version) in marks if each.grad is not mark or mark._version != version]
+
+    @property
     def must_be_shared(self) -> bool:
         """Whether `take_over` changes a sum over ranks that is to be added to."""
         return self.delivered and (self.values is not None or self.levels.share != 1.0)
@@ -127,6 +139,10 @@ class ParamBucket:
     @torch.no_grad()
     def prepare(self):
         """Let `main_grad` be what `.grad` says, which may have been dropped, changed or replaced. May be repeated."""
+        dropped = self.dropped
+        if dropped and len(dropped) == len(self.parameters):
+            for owned in self.owned:
+                owned.grad = self._left = None
         if not self.delivered:
             self.zero()
             return
@@ -146,6 +162,13 @@ class ParamBucket:
                         owned.grad = given
                 if self.cast is not None:  # told by the value: torch counts no writes of a graph's replay, or to .data
                     self._own.copy_(torch.where(self.cast == self._own.to(self.cast.dtype), self._own, self.cast))
+        if dropped:
+            with self.grads.changed():
+                for parameter in dropped:
+                    parameter.main_grad.zero_()
+                    if parameter.grad is None or parameter.grad is self._marks[parameter][0]:
+                        self._mark(parameter)
+                self.follow()
 
     @torch.no_grad()
     def take_over(self, reduced: bool):
@@ -159,7 +182,8 @@ class ParamBucket:
                 self._own.mul_(self.levels.share)
                 grads[begin + self._own.numel() :].zero_()
         for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad is not self.given.get(parameter):
+            mark, _ = self._marks.get(parameter, (None, 0))
+            if not any(parameter.grad is known for known in (None, mark, self.given.get(parameter))):
                 with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
                     parameter.main_grad.add_(parameter.grad)
         self.drop()
@@ -199,7 +223,16 @@ class ParamBucket:
         for owned, given in self.given.items():
             if owned.requires_grad:
                 owned.grad = given
+        for parameter in self.parameters if self.values is not None else ():
+            self._mark(parameter)
         self._left = None if reduced or self.values is None else self.owned[0].grad._version
+
+    def _mark(self, parameter: nn.Parameter):
+        mark, version = self._marks.get(parameter, (None, 0))
+        if mark is None or mark._version != version:
+            mark = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            self._marks[parameter] = mark, mark._version
+        parameter.grad = mark
 
     def finish(self, stream):
         """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
