@@ -16,10 +16,19 @@ def squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.T
 
 def norms_of(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The 2-norm of each gradient, fp32. Collective over the ranks that hold the parts of a DTensor."""
-    # In fp32 at least; fp64 and complex gradients have norms of more.
-    dtypes = ((grad, torch.promote_types(grad.dtype, torch.float32)) for grad in grads)
-    norms = [torch.linalg.vector_norm(grad, dtype=dtype).float() for grad, dtype in dtypes]
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    grads, alike, norms = list(grads), {}, {}
+    for index, grad in enumerate(grads):
+        # In fp32 at least; fp64 and complex gradients have norms of more.
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        if type(grad) is torch.Tensor and grad.is_floating_point() and grad.numel():
+            alike.setdefault((grad.dtype, grad.device, dtype), []).append(index)  # a few launches for all of them
+            continue
+        norm = torch.linalg.vector_norm(grad, dtype=dtype).float()
+        norms[index] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for (*_, dtype), indices in alike.items():
+        found = torch._foreach_norm([grads[index] for index in indices], 2, dtype=dtype)
+        norms |= zip(indices, (norm.float() for norm in found), strict=True)
+    return [norms[index] for index in range(len(grads))]
 
 
 def sum_of_squares(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
