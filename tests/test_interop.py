@@ -5,6 +5,7 @@
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def make(family: str, **changes) -> torch.nn.Module:
     import transformers
 
     kind = "Gemma3Text" if family == "Gemma3" else family
-    config = getattr(transformers, f"{kind}Config")(**SIZES | FAMILIES[family][0] | changes)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | FAMILIES.get(family, ({},))[0] | changes)
     return fill(getattr(transformers, f"{family}ForCausalLM")(config).eval())
 
 
@@ -148,9 +149,39 @@ def test_parallelize_reads_a_models_own_plan(ctx, family):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "first_k_dense_replace": 1,
+    "experts_implementation": "eager",
+}
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_sums_the_gradients_of_rotary_keys_beside_latent_ones(ctx):
+    """And a model's plan is taken without the experts, by what the error says."""
+    model = make("DeepseekV2", **LATENT)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="no style 'moe_tp_experts' .*, by `del model.tp_plan") as no:
+        parallelize(model, "auto", ctx)
+    (experts,) = re.findall(r"'moe_tp_experts' \(of '(.*)'\)", str(no.value))
+    del model.tp_plan[experts]
+    parallelize(model, "auto", ctx)
+    assert_trains_like(ctx, model, twin)
+    with pytest.raises(ValueError, match="'mla_kv_a_proj' of 'lm_head' is for .* model.config has qk_rope_head_dim"):
+        parallelize(make("Llama"), {"lm_head": "mla_kv_a_proj"}, ctx)
+
+
 @pytest.mark.ranks(2)
 def test_parallelize_refuses_what_auto_can_not_split(ctx):
-    with pytest.raises(ValueError, match="'moe_tp_experts', is none that this library has|'packed_colwise', is none"):
+    with pytest.raises(ValueError, match=r"this library has no style '\w+' \(of 'model.*'\)"):
         parallelize(make("Mixtral"), "auto", ctx)
     with pytest.raises(ValueError, match="4 heads and 1 of keys and values .* don't divide by 2 ranks"):
         parallelize(make("Llama", num_key_value_heads=1), "auto", ctx)

@@ -13,12 +13,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tkernels.comm import Context, MeshLike, as_context
 from tkernels.comm.arguments import check_type
-from tkernels.comm.group import checksum
+from tkernels.comm.group import checksum, listed
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.plan import Given, apply
+from tkernels.layers.tensor_parallel.plan import Given, apply, text_config
 from tkernels.layers.tensor_parallel.replicas import (
     GRAD_ALLREDUCE,
     ReplicaCheck,
@@ -28,6 +28,7 @@ from tkernels.layers.tensor_parallel.replicas import (
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
+    LatentKeys,
     LinearStyle,
     Replicated,
     RowwiseParallel,
@@ -49,6 +50,7 @@ WORDS = {  # transformers' names of styles
     "replicate": Replicated(),
     GRAD_ALLREDUCE: Replicated(sum_gradients=True),
 }
+LATENT_KEYS = "mla_kv_a_proj"
 # Megatron's
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
@@ -129,30 +131,46 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     given, matched, head = [], {}, getattr(model, "get_output_embeddings", lambda: None)()
     quantized = {word: each.in_float8(recipe) for word, each in WORDS.items() if isinstance(each, LinearStyle)}
+    unknown = {}
     for pattern, word in plan.items():
         hits = fnmatch.filter(modules, pattern)
         if not hits and optional:  # of modules or single parameters that this model need not have
             continue
         _check_hits(pattern, hits, modules, matched)
-        each = WORDS.get(word) if isinstance(word, str) else word if isinstance(word, ParallelStyle) else None
-        if each is None:
-            raise ValueError(
-                f"parallelize: the style of {pattern!r}, {word!r}, is none that this library has: "
-                f"{', '.join(WORDS)}, or in Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. What it "
-                f"is for can stay whole: pass the plan without it, as {{name: style for name, style in "
-                f"model.tp_plan.items() if name != {pattern!r}}}"
-            )
+        each = WORDS.get(word) if isinstance(word, str) else word
+        if word == LATENT_KEYS:
+            each = _latent_keys(model, pattern)
+        if not isinstance(each, ParallelStyle):
+            unknown[pattern] = word
+            continue
         for name in dict.fromkeys(hits):
             module = modules[name]
             in_float8 = (
                 recipe and isinstance(word, str) and word in quantized and is_linear(module) and module is not head
             )
             given.append((name, module, quantized[word] if in_float8 else each))
+    if unknown:
+        found = ", ".join(f"{word!r} (of {pattern!r})" for pattern, word in unknown.items())
+        raise ValueError(
+            f"parallelize: this library has no style {found}; it has {', '.join((*WORDS, LATENT_KEYS))}, or in "
+            f"Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. What it is for can stay whole: take "
+            f"{listed(list(unknown))} out of the plan{', by `del model.tp_plan[...]`' if optional else ''}"
+        )
     unique = {}
     for name, module, each in given:  # a module that occurs twice
         unique.setdefault(id(module), (name, module, each))
     given = list(unique.values())
     return given + _siblings(model, given)
+
+
+def _latent_keys(model: nn.Module, pattern: str) -> LatentKeys:
+    features = getattr(text_config(model), "qk_rope_head_dim", None)
+    if not isinstance(features, int):
+        raise ValueError(
+            f"parallelize: {LATENT_KEYS!r} of {pattern!r} is for queries and keys of which model.config has "
+            f"qk_rope_head_dim, the number of rotary features; it has none"
+        )
+    return LatentKeys(features)
 
 
 def _siblings(model: nn.Module, given: list[Given]) -> list[Given]:

@@ -22,6 +22,7 @@ from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
+    LatentKeys,
     Replicated,
     RowwiseParallel,
     Style,
@@ -30,7 +31,7 @@ from tkernels.layers.tensor_parallel.styles import (
 
 Given = tuple[str, nn.Module, ParallelStyle]  # a module's path, the module, its style
 # Of these a module may have several: they leave its parameters alone.
-PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, ColwiseParallelGroup, Share
+PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, ColwiseParallelGroup, Share, LatentKeys
 
 
 def parallelize_module(
@@ -187,6 +188,12 @@ def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
     return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
 
 
+def text_config(model: nn.Module):
+    """model.config, where a model of transformers has one, that of its language model."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def _check_heads(model: nn.Module, given: list[Given], ranks: int):
     """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
     and for stacked queries, keys and values of which a rank would get other parts than the attention takes them for.
@@ -202,8 +209,7 @@ def _check_heads(model: nn.Module, given: list[Given], ranks: int):
                 f"parallelize: {name!r} is queries, keys and values in one, which its attention takes apart by their "
                 f"whole sizes; give it 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
             )
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
     if split and isinstance(heads, int) and (heads % ranks or groups % ranks):

@@ -18,6 +18,7 @@ import copy
 import functools
 import logging
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -43,6 +44,7 @@ from tkernels.layers.tensor_parallel.modules import (
     subclass,
 )
 from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks, is_part
+from tkernels.torch_operators import replicated
 
 __all__ = [  # those that prepare a module's inputs and outputs are torch's own
     "ColwiseParallel",
@@ -301,6 +303,30 @@ class Replicated(Style):
             self.distribute(each, device_mesh)
             ReplicatedParameters(each, self.context_over(device_mesh), self.sum_gradients)
         return module
+
+
+class LatentKeys(ParallelStyle):
+    """transformers' "mla_kv_a_proj": of a projection that stays whole, to latent keys and values and to rotary keys.
+
+    The latent features go on to a column layer, but each rank's heads read the rotary ones, the last `features`
+    of the output, as they are: their gradients are summed over ranks.
+    """
+
+    context = None  # as Style's
+
+    def __init__(self, features: int):
+        self.features = features
+
+    def __repr__(self) -> str:
+        return f"LatentKeys({self.features})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(functools.partial(self._sum, self.features, self.context))
+        return module
+
+    @staticmethod
+    def _sum(features: int, context: str, module: nn.Module, inputs, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat((y[..., :-features], replicated(y[..., -features:], context)), -1)
 
 
 def reads_its_parameters(module: nn.Module) -> bool:
