@@ -619,6 +619,8 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
             watched=nn.Linear(4, 4),
             inner=nn.Sequential(nn.Linear(4, 4)),
             tokens=nn.Embedding(8, 4, max_norm=1.0),
+            normed=nn.utils.spectral_norm(nn.Linear(4, 4)),
+            parametrized=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)),
         )
     )
     model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
@@ -647,6 +649,8 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
         ({3: row}, TypeError, "a path of the plan=3 must be a module's name"),
         ({"tokens": row}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
         ({"tokens": column}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
+        ({"normed": row}, TypeError, "'normed': its weight is computed from bias and weight_orig, as by"),
+        ({"parametrized": column}, TypeError, "its weight is computed from parametrizations.weight.original0 and"),
     ]:
         with pytest.raises(error, match=re.escape(message)):
             parallelize_module(model, mesh, wrong)
@@ -669,6 +673,11 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
         parallelize_module(
             model, init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp")), {"up": column}
         )
+    for whole, x in ((nn.Linear(4, 4), torch.ones(1, 4)), (nn.Embedding(4, 4), torch.tensor([1]))):
+        layer = parallelize_module(copy.deepcopy(whole), mesh, row if isinstance(whole, nn.Embedding) else column)
+        layer.load_state_dict(whole.state_dict(), assign=True)  # without a word
+        with pytest.raises(ValueError, match=f"has 4 of 4 rows, but rank {ctx.rank}'s part has 2: .*assign=True"):
+            layer(x)
     parallelize_module(model, mesh, {"up": column})
     with pytest.raises(ValueError, match="'up' has a parallel style already"):
         parallelize_module(model, mesh, {"up": row})
@@ -752,6 +761,10 @@ def test_replicated_lets_a_module_find_plain_tensors_and_sums_gradients_where_as
     for (name, parameter), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert parameter.grad.placements == parameter.placements
         assert_near(parameter.grad, wanted.grad, name)
+    normed = nn.utils.spectral_norm(nn.Linear(HIDDEN, HIDDEN))  # by a hook that reads parameters
+    pair = copy.deepcopy(normed).double(), parallelize_module(normed.to(ctx.device), tp_mesh(ctx), Replicated())
+    want, y = (each(x.to(each.bias.dtype)) for each in pair)
+    assert_near(y, want, "spectral norm")
     with pytest.raises(ValueError, match="'4' has no parameters of its own"):
         parallelize_module(model, tp_mesh(ctx), {"4": Replicated()})
 

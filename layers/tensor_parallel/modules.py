@@ -84,6 +84,17 @@ class ParallelModule(MultipliesInFloat8):
     def _check_input(self, x):
         check_dense(type(self).__name__, x=x)
 
+    def _check_part(self, own: int, whole: int):
+        """Raises ValueError where something has put another tensor in the place of this rank's part of a weight."""
+        ctx = find_context(self._layout.context)
+        if own != (expected := chunk_sizes(whole, ctx.size)[ctx.rank]):
+            raise ValueError(
+                f"{type(self).__name__}: its weight has {own} of {whole} rows, but rank {ctx.rank}'s part has "
+                f"{expected}: a plain tensor has replaced the DTensor, as by load_state_dict(..., assign=True) with "
+                f"whole tensors; load these by torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+                f"full_state_dict=True"
+            )
+
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight [N, K] and bias of a linear layer, as autocast has nn.Linear take them."""
         weight, device = local(self.weight), find_context(self._layout.context).device.type
@@ -111,6 +122,11 @@ class ColwiseLinear(ParallelModule):
             x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
         )
         return *as_operands(x.device.type, x), placement, shape
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = super()._parts()
+        self._check_part(len(weight), self.out_features)
+        return weight, bias
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's out-features, of all positions."""
@@ -192,6 +208,7 @@ class RowwiseEmbedding(ParallelModule):
         tokens, _, _ = layout.enter(tokens, Replicate(), Placement.is_replicate)
         weight, sizes = local(self.weight), chunk_sizes(self.num_embeddings, ctx.size)
         start, own = sum(sizes[: ctx.rank]), sizes[ctx.rank]
+        self._check_part(len(weight), self.num_embeddings)
         padding = None if self.padding_idx is None else self.padding_idx - start
         # A token outside of the vocabulary is in nobody's part, so the lookup refuses it, on every rank.
         absent = (0 <= tokens) & (tokens < start) | (start + own <= tokens) & (tokens < self.num_embeddings)

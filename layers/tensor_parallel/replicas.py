@@ -38,7 +38,7 @@ class ReplicatedParameters:
         self._check, self._path = None, ""
         self._parameters, self._lent = {}, False  # that forward finds replaced, and whether the parent's forward does
         self.has_reader = False  # ReadsChildren of a parent
-        module.register_forward_pre_hook(self._before)
+        module.register_forward_pre_hook(self._before, prepend=True)  # spectral_norm's hook reads parameters
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module, _):

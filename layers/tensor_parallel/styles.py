@@ -101,6 +101,12 @@ class Style(ParallelStyle):
         for option in ("input_layouts", "output_layouts"):
             for layout in getattr(self, option, ()):
                 check_type(f"{what}: {option}", layout, Placement, "a Placement, as Replicate() and Shard(0) are")
+        if self.kinds == Style.kinds and "weight" not in module._parameters:
+            names = " and ".join(name for name, _ in module.named_parameters())
+            raise TypeError(
+                f"{what}: its weight is computed from {names}, as by weight_norm and spectral_norm, which no rank can "
+                f"of its part alone; take that off, or leave the module out of the plan"
+            )
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise TypeError(
                 f"{what} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it; write the "
