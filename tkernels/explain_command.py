@@ -113,10 +113,8 @@ def saving(ways) -> str:
     """What overlap saves, in a sentence: the way that is taken, beside the plain path."""
     one, after = ways[0].predicted, next(way.predicted for way in ways if way.name == "plain")
     if ways[0].name == "plain":
-        best = min((way for way in ways[1:] if way.predicted), key=lambda way: way.predicted.seconds, default=None)
-        if best is None:
-            return "nothing is overlapped"
-        return f"nothing is overlapped; with path='fused' it would take {1e6 * best.predicted.seconds:.0f} us"
+        fused = min(way.predicted.seconds for way in ways[1:] if way.predicted)
+        return f"nothing is overlapped; with path='fused' it would take {1e6 * fused:.0f} us"
     saved = after.seconds - one.seconds
     if saved < 0:
         return f"the plain path would take {-1e6 * saved:.0f} us less; path='plain' asks for it"
