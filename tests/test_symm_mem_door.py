@@ -243,7 +243,7 @@ def scaled_operands(ctx, sizes, features=(32, 16)):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("scales", ["sharded", "replicated", "tensor"])
-@pytest.mark.parametrize("sizes, dim", [((8,), 0), ((2, 4), 1), ((2, 4), 0)], ids=str)
+@pytest.mark.parametrize("sizes, dim", [((8,), 0), ((2, 4), 1), ((2, 4), 0), ((0, 3), 1)], ids=str)
 def test_install_gives_torchs_scaled_all_gather_matmul(ctx, sizes, dim, scales):
     mesh = mesh_of(ctx)
     group = mesh.get_group().group_name

@@ -134,7 +134,7 @@ def _fused_all_gather_scaled_matmul(
             A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
         )
     length = A.shape[gather_dim]
-    if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:  # of all ranks
+    if A_scale.numel() != 1 and A_scale.shape[:-1] != A.shape[:-1]:  # of all ranks
         A_scale = A_scale.narrow(gather_dim, ctx.rank * length, length)
     lead = Leading.of(name, A, "gather_dim", gather_dim)
     x, scale, rows = lead.matrix(A), lead.scale(A_scale), lead.rows((length,) * ctx.size)
