@@ -185,6 +185,9 @@ def test_parallelize_refuses_what_auto_can_not_split(ctx):
         parallelize(make("Mixtral"), "auto", ctx)
     with pytest.raises(ValueError, match="4 heads and 1 of keys and values .* don't divide by 2 ranks"):
         parallelize(make("Llama", num_key_value_heads=1), "auto", ctx)
+    halves = {"*.gate_up_proj": "colwise", "*.down_proj": "rowwise"}
+    with pytest.raises(ValueError, match="mlp.gate_up_proj' is gate and up-projection in one, .*'rowwise_split_input'"):
+        parallelize(make("Phi3"), halves, ctx)
     with pytest.raises(ValueError, match="Sequential has no tp_plan, which 'auto' reads"):
         parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)), "auto", ctx)
 

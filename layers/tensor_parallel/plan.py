@@ -196,25 +196,25 @@ def text_config(model: nn.Module):
 
 def _check_heads(model: nn.Module, given: list[Given], ranks: int):
     """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
-    and for stacked queries, keys and values of which a rank would get other parts than the attention takes them for.
+    and for stacked projections of which a rank would get other parts than the model takes them for.
     """
-    split = [
-        (name, module)
-        for name, module, each in given
-        if isinstance(each, ColwiseParallel) and each.output_layouts[0].is_shard() and "att" in name.lower()
-    ]
-    for name, _ in split:
-        if name.rpartition(".")[2] == "c_attn":
-            raise ValueError(
-                f"parallelize: {name!r} is queries, keys and values in one, which its attention takes apart by their "
-                f"whole sizes; give it 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
-            )
     config = text_config(model)
+    split = [name for name, _, each in given if isinstance(each, ColwiseParallel) and each.output_layouts[0].is_shard()]
+    stacked = {"c_attn": "queries, keys and values"}
+    if hasattr(config, "model_type"):  # of transformers, whose MLPs take the two halves of the output
+        stacked["gate_up_proj"] = "gate and up-projection"
+    for name in split:
+        if (what := stacked.get(name.rpartition(".")[2])) is not None:
+            raise ValueError(
+                f"parallelize: {name!r} is {what} in one, which are taken apart by their whole sizes; give it "
+                f"'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
+            )
+    split = [name for name in split if "att" in name.lower()]
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
     if split and isinstance(heads, int) and (heads % ranks or groups % ranks):
         raise ValueError(
-            f"parallelize: {split[0][0]!r} can't be split by heads: {heads} heads and {groups} of keys and values (in "
+            f"parallelize: {split[0]!r} can't be split by heads: {heads} heads and {groups} of keys and values (in "
             f"model.config) don't divide by {ranks} ranks; use a number of ranks that divides both, or leave the "
             f"attention out of the plan"
         )
