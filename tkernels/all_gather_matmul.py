@@ -42,7 +42,6 @@ from tkernels.gemm import (
     check_result,
     matmul_reference,
     multiply,
-    multiply_step,
     slices_of,
     tile_of,
 )
@@ -55,16 +54,15 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
+    Work,
     are_even,
-    dealt_tile,
-    end_of_tile,
     finish_tile,
     num_chunks,
-    part_of_tile,
     programs_of,
     sums_of,
     take_tile,
     tile_schedule,
+    walk,
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul
@@ -75,6 +73,43 @@ OP = operation("all_gather_matmul")
 
 SCALES_BLOCK = tl.constexpr(256)  # scales that a program sends at a step
 COLLECT_BYTES = 16 << 10  # of gathered rows that one program copies: 64 for each of 256 threads, all in flight
+
+
+class Gathering(NamedTuple):
+    """Where tiles are, and what becomes of them.
+
+    x, gathered: this rank's rows, and the inbox, where those of peers arrive as `mail`, from parity_row on.
+    schedule: `tiles_m` rows of `tiles_n` tiles.  first_row, rows: of this rank.  EVEN: `are_even`.
+    """
+
+    work: object
+    x: object
+    gathered: object
+    mail: object
+    schedule: object
+    tiles_m: object
+    tiles_n: object
+    parity_row: object
+    first_row: object
+    rows: object
+    chunks: object
+    chunk_rows: object
+    sent_rows: object
+    result: object
+    x_scale: object
+    w_scale: object
+    gathered_scales: object
+    EVEN: object
+
+
+class AtX(NamedTuple):
+    """Where a tile is: overlap.At, but in which x its rows are, this rank's or the inbox, and their place in y."""
+
+    column: object
+    x: object
+    out_row: object
+    row: object
+    valid: object
 
 
 # fmt: off
@@ -114,6 +149,56 @@ def row_of_tiles(
         valid = tl.load(tile + 3).to(tl.int32)
         chunk = tl.load(tile + 4).to(tl.int32)
     return shard, row, whole_row, valid, chunk
+
+
+@triton.jit
+def begin_tile(index, complete, env, net, L, T):
+    """Find a tile's rows, this rank's own or in the inbox, and wait for these. For `walk`."""
+    tile_m, tile_n = tile_of(index, env.tiles_m, env.tiles_n, T.GROUP_M)
+    source, row, out_row, valid, chunk = row_of_tiles(
+        tile_m, env.schedule, env.tiles_m, env.chunk_rows, env.sent_rows, net.rank, L.RANKS, env.EVEN, T.BLOCK_M
+    )
+    column = tile_n * T.BLOCK_N
+    x = env.x
+    if source != net.rank:
+        x = env.gathered
+        row = env.parity_row + out_row
+        if not complete:
+            mark(WAIT, chunk, source, net, L)
+            if not L.TRACE:  # a trace shows each tile's wait
+                complete = all_arrived(env.mail, env.chunks, chunk, net, L)
+            if not complete:
+                wait_chunks(env.mail, source, chunk, tl.cdiv(valid, env.chunk_rows), net, L, 1)
+    mark(COMPUTE, out_row, column, net, L)
+    return AtX(column, x, out_row, row, valid), complete
+
+
+@triton.jit
+def end_tile(total, index, part, at, complete, env, net, L, T, S):
+    """Store a tile, or a part of one. For `walk`."""
+    work = env.work
+    parts_done = work.counters + SPLIT_TILES + index - work.waves.whole
+    sums_row = (index - work.waves.whole) * (part.count - 1) * T.BLOCK_M
+    if T.PARTS:
+        if (part.count > 1) & (part.number == part.count - 1):
+            mark(COLLECT, 0, net.rank, net, L)
+            wait_signal(parts_done, part.count - 1, net.rank, 0, net, L)
+    mark(STORE, at.out_row, at.column, net, L)
+    slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
+    scales = Scales(env.x_scale, env.w_scale)
+    if env.x_scale is not None:
+        own_row = at.out_row - env.first_row
+        their_scales = env.gathered_scales + tl.cast(env.parity_row, tl.int64) * work.w.columns // 4 + at.out_row
+        if (own_row >= 0) & (own_row < env.rows):
+            their_scales = env.x_scale + own_row
+        scales = Scales(their_scales, env.w_scale)
+    place = Place(at.out_row, at.valid, at.column, True, None, None, scales, 0)
+    finish_tile(slices, place, part, work.sums, sums_row, env.result, net, L, T)
+    if T.PARTS:
+        if part.number < part.count - 1:
+            publish(L)
+            count(parts_done, L, "gpu")
+    return complete
 
 
 # Row counts and schedules may change from call to call, and ranks differ: do not compile a kernel for each value.
@@ -163,76 +248,23 @@ def all_gather_matmul_kernel(
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K, chunk, target, net, L, S,
                 )
 
-    w = Matrix(w, w_row_stride, w_column_stride, N, K)
-    sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
-    result = Result(Matrix(y, y_row_stride, 1, None, N), bias, None, None, None, None, None)
     tiles_n = tl.cdiv(N, T.BLOCK_N)
-    items = whole + (tiles_m * tiles_n - whole) * splits
-    complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive
-    wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
     if L.COPIED:  # then all whole tiles are dealt out, and the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
-    item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
-    while item < items:
-        index, part = part_of_tile(item, waves, tl.cdiv(K, T.BLOCK_K), T.PARTS)
-        # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
-        # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
-        num_tiles = tl.maximum(own_dealt - wave, 1)
-        if L.TRACE:
-            num_tiles = 1
-        step = part.first
-        operand = x
-        row, out_row, valid, column = 0, 0, 0, 0
-        total = tl.zeros((T.BLOCK_M, T.BLOCK_N), tl.float32)
-        for _ in range(num_tiles * (part.last - part.first)):
-            if step == part.first:
-                if wave < own_dealt:
-                    index = dealt_tile(wave, pid, num_comm, waves)
-                wave += 1
-                tile_m, tile_n = tile_of(index, tiles_m, tiles_n, T.GROUP_M)
-                source, row, out_row, valid, chunk = row_of_tiles(
-                    tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, L.RANKS, EVEN, T.BLOCK_M
-                )
-                column = tile_n * T.BLOCK_N
-                operand = x
-                if source != rank:
-                    operand = gathered
-                    row = parity_row + out_row
-                    if not complete:
-                        mark(WAIT, chunk, source, net, L)
-                        if not L.TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(mail, chunks, chunk, net, L)
-                        if not complete:
-                            wait_chunks(mail, source, chunk, tl.cdiv(valid, chunk_rows), net, L, 1)
-                mark(COMPUTE, out_row, column, net, L)
-            # One main loop for own and gathered rows: two would each take the shared memory of a pipeline.
-            total = multiply_step(total, Matrix(operand, K, 1, row + valid, K), w, row, column, step, T)
-            ends, next_total, step = end_of_tile(total, step + 1, part)
-            if ends:
-                parts_done = counters + SPLIT_TILES + index - whole
-                sums_row = (index - whole) * (part.count - 1) * T.BLOCK_M
-                if T.PARTS:
-                    if (part.count > 1) & (part.number == part.count - 1):
-                        mark(COLLECT, 0, rank, net, L)
-                        wait_signal(parts_done, part.count - 1, rank, 0, net, L)
-                mark(STORE, out_row, column, net, L)
-                slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
-                scales = Scales(x_scale, w_scale)
-                if x_scale is not None:
-                    own_row = out_row - first_row
-                    at = gathered_scales + tl.cast(parity_row, tl.int64) * K // 4 + out_row
-                    if (own_row >= 0) & (own_row < rows):
-                        at = x_scale + own_row
-                    scales = Scales(at, w_scale)
-                place = Place(out_row, valid, column, True, None, None, scales, 0)
-                finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
-                if T.PARTS:
-                    if part.number < part.count - 1:
-                        publish(L)
-                        count(parts_done, L, "gpu")
-            total = next_total
-        item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
+    item = take_tile(tl.where(pid < num_comm, head, 0), own_dealt, pid, num_comm, waves, counters)
+    w = Matrix(w, w_row_stride, w_column_stride, N, K)
+    sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
+    items = whole + (tiles_m * tiles_n - whole) * splits
+    work = Work(None, K, 1, w, sums, counters, num_comm, item, items, waves, own_dealt)
+    env = Gathering(
+        work, x, gathered, mail, schedule, tiles_m, tiles_n, parity_row, first_row, rows, chunks, chunk_rows, sent_rows,
+        Result(Matrix(y, y_row_stride, 1, None, N), bias, None, None, None, None, None),
+        x_scale, w_scale, gathered_scales, EVEN,
+    )
+    zero = tl.full((), 0, tl.int32)
+    complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive
+    walk(AtX(zero, x, zero, zero, zero), complete, env, net, L, T, S, begin_tile, None, end_tile)
     end_mail(mail, state, copied, counters, num_counters, call, net, L)
 # fmt: on
 

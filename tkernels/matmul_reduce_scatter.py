@@ -71,7 +71,6 @@ from tkernels.gemm import (
     check_result,
     finish_reference,
     matmul_reference,
-    multiply_step,
     slices_of,
     staging,
     tile_of,
@@ -84,19 +83,19 @@ from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
     TILE_FIELDS,
+    At,
     Place,
     Result,
     Sending,
-    dealt_tile,
-    end_of_tile,
+    Work,
     finish_tile,
     num_chunks,
-    part_of_tile,
     programs_of,
     sums_of,
     take,
     take_tile,
     tile_schedule,
+    walk,
     waves_of,
 )
 from tkernels.partials import WIRE_FP8, elements_of, row_elements
@@ -136,6 +135,37 @@ class Rows(NamedTuple):
     parity_row: object
     part_stride: object
     chunk_rows: object
+
+
+class Reducing(NamedTuple):
+    """Where tiles are, and what becomes of them.  mail: the peers' partial sums.
+
+    own_first, own_chunks: of this rank's rows.  sent_rows: rows sent at a time.
+    send_step: the step along K in which this program sends the tile before, where interleaved.
+    """
+
+    work: object
+    tiles: object
+    rows: object
+    mail: object
+    result: object
+    scales: object
+    own_first: object
+    own_chunks: object
+    sent_rows: object
+    send_step: object
+
+
+class Progress(NamedTuple):
+    """What a program knows from tile to tile.
+
+    complete: whether all of the peers' partial sums have been seen to arrive.  pending: a finished tile, sent in step
+    `send_step` of the next one; negative: none.  peers_entered: whether all peers have been seen to reach this call.
+    """
+
+    complete: object
+    pending: object
+    peers_entered: object
 
 
 # fmt: off
@@ -219,6 +249,93 @@ def send_tile(index, peers_entered, tiles, rows, result, mail, net, L, T, S):
     return complete
 
 
+@triton.jit
+def begin_tile(index, progress, env, net, L, T):
+    """Find a tile's rows of x. For `walk`."""
+    tile_m, tile_n = peers_tile_first(index, env.tiles, T)
+    tile = env.tiles.schedule + tile_m * TILE_FIELDS
+    row = tl.load(tile + 2).to(tl.int32)
+    valid = tl.load(tile + 3).to(tl.int32)
+    column = tile_n * T.BLOCK_N
+    mark(COMPUTE, row, column, net, L)
+    return At(column, tile_m, row, valid), progress
+
+
+@triton.jit
+def send_pending(step, at, progress, env, net, L, T, S):
+    """Send the tile before this one, in the step where this program does. For `walk`."""
+    pending = progress.pending
+    peers_entered = progress.peers_entered
+    if S.INTERLEAVED:
+        if (step == env.send_step) & (pending >= 0):
+            signalled = send_tile(pending, peers_entered, env.tiles, env.rows, env.result, env.mail, net, L, T, S)
+            peers_entered = tl.full((), True, tl.int1)
+            # Negative, but not a constant: the compiler would select a constant outside of this branch, and the wait in
+            # `end_tile` would no longer depend on the branch.
+            pending = -1 - signalled.to(tl.int32)
+            mark(COMPUTE, at.row, at.column, net, L)
+    return Progress(progress.complete, pending, peers_entered)
+
+
+@triton.jit
+def end_tile(total, index, part, at, progress, env, net, L, T, S):
+    """Store a tile, or a part of one: of own rows once the peers' partial sums are there, of others for sending.
+
+    For `walk`.
+    """
+    work = env.work
+    complete = progress.complete
+    pending = progress.pending
+    row = at.row - env.own_first
+    own = (row >= 0) & (at.row < env.rows.own_end)
+    chunk = row // env.rows.chunk_rows  # of an own tile
+    parts_done = work.counters + SPLIT_TILES + index - work.waves.whole
+    sums_row = (index - work.waves.whole) * (part.count - 1) * T.BLOCK_M
+    if part.number == part.count - 1:
+        if T.PARTS:
+            if part.count > 1:
+                mark(COLLECT, chunk, net.rank, net, L)
+                wait_signal(parts_done, part.number, net.rank, chunk, net, L)
+        # `pending` is always negative here. It is tested because Triton's pipeliner keeps two branches in order only
+        # if the second uses a value of the first. Otherwise programs would wait for each other's tiles before they send
+        # their own.
+        if own & (not complete) & (pending < 0):
+            mark(WAIT, chunk, net.rank, net, L)
+            if not L.TRACE:  # a trace shows each tile's wait
+                complete = all_arrived(env.mail, env.own_chunks, chunk, net, L)
+            if not complete:
+                wait_chunks(
+                    env.mail, net.rank + 1, chunk, tl.cdiv(at.valid, env.rows.chunk_rows), net, L, L.RANKS - 1
+                )
+    mark(STORE, at.row, at.column, net, L)
+    out_row = row
+    if S.GATHER:
+        out_row = at.row
+    if not own:  # the outbox holds the rows after this rank's own, then those before
+        out_row = (at.row - env.rows.own_end + env.rows.M) % env.rows.M
+    slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
+    place = Place(
+        out_row, at.valid, at.column, own, env.rows.parity_row + row, env.rows.part_stride, env.scales, at.row
+    )
+    finish_tile(slices, place, part, work.sums, sums_row, env.result, net, L, T)
+    if S.GATHER or not own or part.number < part.count - 1:
+        if S.INTERLEAVED:  # then no tile is split
+            pending = index
+        else:
+            publish(L)
+            if T.PARTS and part.number < part.count - 1:
+                count(parts_done, L, "gpu")
+            else:
+                tile = env.tiles.schedule + at.tile_m * TILE_FIELDS
+                together = tl.load(tile + 1) // env.sent_rows
+                done = env.tiles.counts + tl.load(tile) * env.mail.max_chunks + together
+                if L.COPIED:
+                    count_up_to(done, tl.load(tile + 5) * env.tiles.columns, L)
+                else:
+                    count(done, L, "gpu")
+    return Progress(complete, pending, progress.peers_entered)
+
+
 # Row counts and schedules may change from call to call, and ranks differ: do not compile a kernel for each value.
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
@@ -289,100 +406,25 @@ def matmul_reduce_kernel(
                     net, L, S,
                 )
 
-    items = whole + (tiles_m * tiles_n - whole) * splits
-    complete = tl.full((), False, tl.int1)  # whether all of the peers' partial sums have been seen to arrive
-    wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
     if L.COPIED or S.INTERLEAVED:  # then no whole tile is claimed; the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
-    pending = tl.full((), -1, tl.int32)  # a finished tile, sent in step `send_step` of the next one; negative: none
-    send_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
-    peers_entered = tl.full((), False, tl.int1)  # whether all peers have been seen to reach this call
+    items = whole + (tiles_m * tiles_n - whole) * splits
     item = items
     if not S.GATHER or pid >= num_comm:  # comm programs of an all-reduce compute no tile, but send finished chunks next
-        item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
-    while item < items:
-        index, part = part_of_tile(item, waves, tl.cdiv(K, T.BLOCK_K), T.PARTS)
-        # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
-        # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
-        num_tiles = tl.maximum(own_dealt - wave, 1)
-        if L.TRACE:
-            num_tiles = 1
-        step = part.first
-        tile_m, x_row, valid, column = 0, 0, 0, 0
-        total = tl.zeros((T.BLOCK_M, T.BLOCK_N), tl.float32)
-        for _ in range(num_tiles * (part.last - part.first)):
-            if step == part.first:
-                if wave < own_dealt:
-                    index = dealt_tile(wave, pid, num_comm, waves)
-                wave += 1
-                tile_m, tile_n = peers_tile_first(index, tiles, T)
-                tile = schedule + tile_m * TILE_FIELDS
-                x_row = tl.load(tile + 2).to(tl.int32)
-                valid = tl.load(tile + 3).to(tl.int32)
-                column = tile_n * T.BLOCK_N
-                mark(COMPUTE, x_row, column, net, L)
-            mine = Matrix(x, x_row_stride, x_column_stride, x_row + valid, K)
-            total = multiply_step(total, mine, w, x_row, column, step, T)
-            if S.INTERLEAVED:
-                if (step == send_step) & (pending >= 0):
-                    signalled = send_tile(pending, peers_entered, tiles, rows, result, mail, net, L, T, S)
-                    peers_entered = tl.full((), True, tl.int1)
-                    # Negative, but not a constant: the compiler would select a constant outside of this branch, and the
-                    # wait below would no longer depend on the branch.
-                    pending = -1 - signalled.to(tl.int32)
-                    mark(COMPUTE, x_row, column, net, L)
-            ends, next_total, step = end_of_tile(total, step + 1, part)
-            if ends:
-                row = x_row - own_first
-                own = (row >= 0) & (x_row < own_end)
-                chunk = row // chunk_rows  # of an own tile
-                parts_done = counters + SPLIT_TILES + index - whole
-                sums_row = (index - whole) * (part.count - 1) * T.BLOCK_M
-                if part.number == part.count - 1:
-                    if T.PARTS:
-                        if part.count > 1:
-                            mark(COLLECT, chunk, rank, net, L)
-                            wait_signal(parts_done, part.number, rank, chunk, net, L)
-                    # `pending` is always negative here. It is tested because Triton's pipeliner keeps two branches in
-                    # order only if the second uses a value of the first. Otherwise programs would wait for each other's
-                    # tiles before they send their own.
-                    if own & (not complete) & (pending < 0):
-                        mark(WAIT, chunk, rank, net, L)
-                        if not L.TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(mail, own_chunks, chunk, net, L)
-                        if not complete:
-                            wait_chunks(mail, rank + 1, chunk, tl.cdiv(valid, chunk_rows), net, L, L.RANKS - 1)
-                mark(STORE, x_row, column, net, L)
-                out_row = row
-                if S.GATHER:
-                    out_row = x_row
-                if not own:  # the outbox holds the rows after this rank's own, then those before
-                    out_row = (x_row - own_end + M) % M
-                slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
-                scales = Scales(x_scale, w_scale)
-                place = Place(out_row, valid, column, own, parity_row + row, part_stride, scales, x_row)
-                finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
-                if S.GATHER or not own or part.number < part.count - 1:
-                    if S.INTERLEAVED:  # then no tile is split
-                        pending = index
-                    else:
-                        publish(L)
-                        if T.PARTS and part.number < part.count - 1:
-                            count(parts_done, L, "gpu")
-                        else:
-                            tile = schedule + tile_m * TILE_FIELDS
-                            done = tiles.counts + tl.load(tile) * max_chunks + tl.load(tile + 1) // sent_rows
-                            if L.COPIED:
-                                count_up_to(done, tl.load(tile + 5) * tiles_n, L)
-                            else:
-                                count(done, L, "gpu")
-            total = next_total
-        item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
-
+        item = take_tile(tl.where(pid < num_comm, head, 0), own_dealt, pid, num_comm, waves, counters)
+    work = Work(x, x_row_stride, x_column_stride, w, sums, counters, num_comm, item, items, waves, own_dealt)
+    # Sends are staggered, so that programs don't send all at once.
+    send_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)
+    scales = Scales(x_scale, w_scale)
+    env = Reducing(work, tiles, rows, mail, result, scales, own_first, own_chunks, sent_rows, send_step)
+    zero = tl.full((), 0, tl.int32)
+    unseen = tl.full((), False, tl.int1)
+    progress = Progress(unseen, tl.full((), -1, tl.int32), unseen)
+    progress = walk(At(zero, zero, zero, zero), progress, env, net, L, T, S, begin_tile, send_pending, end_tile)
     if S.INTERLEAVED:
-        if pending >= 0:
-            send_tile(pending, peers_entered, tiles, rows, result, mail, net, L, T, S)
+        if progress.pending >= 0:
+            send_tile(progress.pending, progress.peers_entered, tiles, rows, result, mail, net, L, T, S)
 
     if pid == 0:  # even on a rank without rows of its own: its peers' counts of copies must not come after this call
         for step in range(1, L.RANKS):

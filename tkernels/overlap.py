@@ -31,7 +31,7 @@ import triton.language as tl
 
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import Operand, finish, halves, load_tile, scaled, store_tile, up_to
+from tkernels.gemm import Matrix, Operand, finish, halves, load_tile, multiply_step, scaled, store_tile, up_to
 from tkernels.partials import load_partials, store_partials
 from tkernels.waves import MAX_SPLIT_TILES
 
@@ -167,6 +167,40 @@ class Result(NamedTuple):
     partials_memory: object
 
 
+class Work(NamedTuple):
+    """The products of a launch, and which of them this program computes.
+
+    x, row_stride, column_stride: [M, K]. None: tiles differ in x, and their `at` has it.  w: [N, K].
+    sums: where parts of tiles leave theirs.  counters: of the launch.  num_comm: programs that send first.
+    item, items: of tiles and parts, this program's first, and the number.
+    waves: how they are dealt out; to this program in the first `dealt`.
+    """
+
+    x: object
+    row_stride: object
+    column_stride: object
+    w: object
+    sums: object
+    counters: object
+    num_comm: object
+    item: object
+    items: object
+    waves: object
+    dealt: object
+
+
+class At(NamedTuple):
+    """Where a tile is. row, valid: its first row of x, and how many they are.  column: its first, of y, and row of w.
+
+    tile_m: its row of tiles in the schedule.
+    """
+
+    column: object
+    tile_m: object
+    row: object
+    valid: object
+
+
 class Place(NamedTuple):
     """Where a finished tile goes.
 
@@ -246,6 +280,50 @@ def part_of_tile(index, waves, steps, PARTS: tl.constexpr):
         first = steps * number // count
         last = steps * (number + 1) // count
     return index, Part(number, count, first, last)
+
+
+@triton.jit
+def walk(nowhere, state, env, net, L, T, S, BEGIN: tl.constexpr, BETWEEN: tl.constexpr, END: tl.constexpr):
+    """Compute this program's part of `env.work`, tile by tile. Returns the state of the hooks at the end.
+
+    nowhere: what BEGIN returns, of zeros.
+    BEGIN(index, state, env, net, L, T) -> (at, state): where the tile is that begins, once its rows are there.
+    BETWEEN(step, at, state, env, net, L, T, S) -> state: after a step along K; None: nothing.
+    END(total, index, part, at, state, env, net, L, T, S) -> state: a tile, or a part of one, is to be stored.
+    """
+    work = env.work
+    pid = tl.program_id(0)
+    steps = tl.cdiv(work.w.columns, T.BLOCK_K)
+    wave = tl.where(pid < work.num_comm, work.waves.head, 0)
+    item = work.item
+    while item < work.items:
+        index, part = part_of_tile(item, work.waves, steps, T.PARTS)
+        # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
+        # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
+        num_tiles = tl.maximum(work.dealt - wave, 1)
+        if L.TRACE:
+            num_tiles = 1
+        step = part.first
+        at = nowhere
+        total = tl.zeros((T.BLOCK_M, T.BLOCK_N), tl.float32)
+        for _ in range(num_tiles * (part.last - part.first)):
+            if step == part.first:
+                if wave < work.dealt:
+                    index = dealt_tile(wave, pid, work.num_comm, work.waves)
+                wave += 1
+                at, state = BEGIN(index, state, env, net, L, T)
+            x = at.x if work.x is None else work.x
+            x = Matrix(x, work.row_stride, work.column_stride, at.row + at.valid, work.w.columns)
+            # One main loop for all x: two would each take the shared memory of a pipeline.
+            total = multiply_step(total, x, work.w, at.row, at.column, step, T)
+            if BETWEEN is not None:
+                state = BETWEEN(step, at, state, env, net, L, T, S)
+            ends, next_total, step = end_of_tile(total, step + 1, part)
+            if ends:
+                state = END(total, index, part, at, state, env, net, L, T, S)
+            total = next_total
+        item = take_tile(wave, work.dealt, pid, work.num_comm, work.waves, work.counters)
+    return state
 
 
 @triton.jit
