@@ -994,6 +994,8 @@ def call_sites(function, constants: dict, chain=()):
             return
         if isinstance(node, ast.Assign):
             made = noun(node.value)
+            if isinstance(node.value, ast.Attribute):  # a noun within another one
+                made = next((each for each in known(node.value) if isinstance(each, types.SimpleNamespace)), None)
             if made is not None or (isinstance(node.value, ast.Constant | ast.IfExp) and known(node.value) == [None]):
                 names.constants |= {target.id: made for target in node.targets}
         if isinstance(node, ast.AnnAssign):
@@ -1012,7 +1014,7 @@ def call_sites(function, constants: dict, chain=()):
             if node.func.attr == "inline_asm_elementwise" and (kind := _kind(evaluate(node.args[0]))):
                 yield kind, chain
         elif isinstance(node.func, ast.Name):
-            target = function.__globals__.get(node.func.id)
+            target = names.constants.get(node.func.id) or function.__globals__.get(node.func.id)  # the former: a hook
             if node.func.id == "putmem_signal_block":
                 yield "release", chain
             elif isinstance(target, triton.runtime.jit.JITFunction):
