@@ -770,7 +770,7 @@ def test_overlapped_ddp_inside_of_what_takes_its_gradients_or_parameters_is_refu
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.head, self.body = nn.Linear(8, 8), OverlappedDDP(exact_model(), mesh=ctx)
+            self.head, self.body = nn.Linear(8, 8), OverlappedDDP(exact_model().to(ctx.device), mesh=ctx)
 
         def forward(self, x):
             return self.body(self.head(x))
