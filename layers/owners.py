@@ -3,11 +3,7 @@
 A parameter may outlive its owners, and keeps none of them alive.
 """
 
-import functools
 import weakref
-
-import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 
@@ -90,29 +86,3 @@ def remove_owners(parameters, kind: type):
     for owner in {owner_of(parameter, kind): None for parameter in parameters}:
         if owner is not None:
             owner.remove()
-
-
-def watch_steps(owner):
-    """Call owner.check_step(parameters) before each optimizer's step, with the optimizer's parameters."""
-    _watching.add(owner)
-    _watch_optimizers()
-
-
-def unwatch_steps(owner):
-    _watching.discard(owner)
-
-
-_watching = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_optimizers():
-    register_optimizer_step_pre_hook(_before_step)
-
-
-@torch._disable_dynamo
-def _before_step(optimizer, *_):
-    if owners := list(_watching):
-        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for owner in owners:
-            owner.check_step(parameters)

@@ -21,8 +21,6 @@ import torch._dynamo
 from streams import Simulator, subsets
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transports import gpu_only, message_on_every_rank
 
@@ -337,27 +335,6 @@ def test_zero_optimizer_weights_that_are_loaded_count_or_are_refused(ctx, dtype)
     refused = MismatchError if dtype == torch.float32 else ValueError
     with pytest.raises(refused, match="the values of rank 0 and rank 1 differ in parameter 0|changed elsewhere"):
         zero.step()
-
-
-@pytest.mark.ranks(2)
-def test_zero_optimizer_loops_that_would_train_nothing_are_refused_or_told_of(ctx):
-    model = small_model(ctx)
-    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, mesh=ctx, lr=0.5)
-    model(torch.ones(2, 6, device=ctx.device)).sum().backward()
-    other = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(ValueError, match=r"another optimizer has 2\.bias, .* it would train nothing"):
-        other.step()
-    zero.step()
-    mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
-    sharded = fsdp.fully_shard(model, mesh=mesh)  # has other parameters
-    sharded(torch.ones(2, 6, device=ctx.device)).sum().backward()
-    with pytest.warns(UserWarning, match="no rank has a gradient of any parameter"):
-        zero.step()
-    zero.remove()
-    torch.optim.SGD(sharded.parameters(), lr=0.5).step()
-    with pytest.raises(TypeError, match=r"^ZeroOptimizer: 0\.weight is a DTensor") as refused:
-        ZeroOptimizer(sharded.named_parameters(), torch.optim.SGD, mesh=ctx)
-    message_on_every_rank(ctx, refused.value)
 
 
 @pytest.mark.ranks(2)

@@ -27,13 +27,17 @@ are taken in reverse order, which approximates the order of their gradients.
 
 import contextlib
 import enum
+import functools
 import math
 import numbers
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.arguments import check_type
@@ -49,16 +53,7 @@ from tkernels.layers.data_parallel.wire import Wire, open_wire
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import (
-    check_free,
-    disown,
-    own,
-    owner_of,
-    remove_owners,
-    unwatch_steps,
-    watch_steps,
-    weakly,
-)
+from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners, weakly
 
 
 class State(enum.Enum):
@@ -198,7 +193,8 @@ class OverlappedDDP(nn.Module):
         self._aside = {}  # the .grad of parameters to which autograd is adding
         self._backward = Backward(self._end_backward)
         self._stream = None  # that of the last backward's caller
-        watch_steps(self)
+        _wrappers.add(self)
+        _watch_optimizers()
         self.handles = refuse_assignment(module)
         # torch's DistributedDataParallel around this one finds nothing to train, and says so.
         self._ddp_params_and_buffers_to_ignore = {f"module.{name}" for name in params}
@@ -329,7 +325,7 @@ class OverlappedDDP(nn.Module):
         if self.removed:
             return
         self.removed = True
-        unwatch_steps(self)
+        _wrappers.discard(self)
         if any(values.awaits_gather for values in self.values):
             self._gather()
         ensure_params_ready(self.bucket_of)
@@ -633,6 +629,8 @@ def _check_parameters(params: dict[str, nn.Parameter], wire: Wire, grad_dtype: t
     first, device = next((name, param.device) for name, param in params.items())
     for name, param in params.items():
         check_free(f"OverlappedDDP: {name}", param, OverlappedDDP, GradReadyHooks, Values)
+        if isinstance(param, DTensor):
+            raise TypeError(f"OverlappedDDP: {name} is a DTensor, whose parts it can't tell; use fully_shard for these")
         if param.device != device:
             raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
         wire.check(f"OverlappedDDP: {name}", param, grad_dtype or param.dtype)
@@ -653,3 +651,19 @@ def changing_main_grads(params):
         for bucket in ddp.buckets:
             bucket.follow()
             bucket.finish(ddp.dev.current_stream())
+
+
+_wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
+
+
+@functools.cache
+def _watch_optimizers():
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@torch._disable_dynamo
+def _before_step(optimizer, *_):
+    if wrappers := list(_wrappers):
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for ddp in wrappers:
+            ddp.check_step(parameters)

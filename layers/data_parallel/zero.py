@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import math
 import reprlib
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
@@ -32,7 +31,7 @@ from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, disown, own, remove_owners, unwatch_steps, watch_steps
+from tkernels.layers.owners import check_free, disown, own, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 CHOICES = {"stage": (1, 2), "partition": ("elements", "parameters")}
@@ -148,7 +147,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             _check_partial(self.ctx, self._tensor_parallel, contexts, self._names)
         self.stage, self.max_norm, self._dynamic = stage, max_norm, loss_scale == "dynamic"
         self.loss_scale, self._steps_at_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale, 0
-        self.grad_norm, self.skipped, self._warned = None, False, False
+        self.grad_norm, self.skipped = None, False
         self._frozen = [parameter for parameter in self._names if parameter not in meshes]
         self._group_sizes = [len(group["params"]) for group in groups]
         self._layout = layout | dict(rank=self.ctx.rank, ranks=self.ctx.size)
@@ -172,7 +171,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             buckets.append(FlatGroup(layout, self._names, ctx, self._wires[ctx], reduce_dtype, divisor=self.ctx.size))
         self._engine, self._buckets = ResidentEngine(buckets, overlap=overlap_comm), buckets
         own(contexts, self)
-        watch_steps(self)
         weakref.finalize(self, self._engine.unhook).atexit = False  # at once: its units and it hold each other
         for unit in self._engine.units:
             unit.sync = not deferred  # deferred gradients come after backward: `step` reduces all of them
@@ -324,13 +322,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 norm = values[0].sqrt()
             if any(unused):
                 used |= {p for p, flag in zip(parameters, values[1:].tolist(), strict=True) if flag > 0}
-        if not used and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "ZeroOptimizer: a step in which no rank has a gradient of any parameter, so that nothing is trained; "
-                "perhaps the model has others in their place, as torch's fully_shard gives it",
-                stacklevel=5,
-            )
         return used, norm
 
     @contextlib.contextmanager
@@ -356,15 +347,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                         f"next gather would undo; call refresh_masters() after such a change, on all ranks"
                     )
 
-    def check_step(self, parameters: set):
-        """Called before each optimizer's step, with its parameters."""
-        wrong = next((parameter for parameter in self._engine.piece_of if parameter in parameters), None)
-        if wrong is not None:
-            raise ValueError(
-                f"ZeroOptimizer: another optimizer has {self._names[wrong]}, whose gradient goes to those that own its "
-                f"parts, so that it would train nothing; leave it to this one, or call remove() of this"
-            )
-
     def ensure_params_ready(self):
         """Order the current stream after the gathers of the last step, for readers that overlap_gather doesn't see."""
         self._engine.ready()
@@ -380,7 +362,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A new ZeroOptimizer removes the previous one of its parameters in the same way.
         """
-        unwatch_steps(self)
         self._engine.remove()
         disown([*self._names, *(piece.sharded for piece in self._pieces)], self)
 
