@@ -27,7 +27,7 @@ import torch
 
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing
-from tkernels.layers.owners import disown, own, owner_of, remove_owners, take_gradients, weakly
+from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
 
@@ -70,7 +70,8 @@ class GradReadyHooks:
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
         take, enter = weakly(self._take), weakly(self._enter_backward)
-        self._handles = [handle for param in self._params for handle in take_gradients(param, take)]
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in self._params]
+        self._takes = dict(zip(self._params, (handle.id for handle in self._handles), strict=True))
         if passes is not None:
             self._handles += [
                 param.register_hook(functools.partial(enter, weakref.ref(param))) for param in self._params
@@ -198,6 +199,10 @@ class GradReadyHooks:
     def _enter_backward(self, param: weakref.ref, _):
         if (passes := self._passes()) is not None:
             passes.enter_backward(param())
+        # A hook that somebody has registered since is to see the gradient before `_take` does, as under torch's DDP.
+        hooks, take = param()._post_accumulate_grad_hooks, self._takes[param()]
+        if take in hooks and next(reversed(hooks)) != take:
+            hooks[take] = hooks.pop(take)
 
     def _begin(self, written):
         if (passes := self._passes()) is not None:

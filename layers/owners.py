@@ -26,21 +26,6 @@ def weakly(method):
     return call
 
 
-def take_gradients(parameter, hook) -> list:
-    """Call hook(parameter) once autograd has accumulated into `.grad`, after all such hooks. Returns the handles.
-
-    So those that others register later see the gradient before it is taken, as under torch's DistributedDataParallel.
-    """
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    hooks = parameter._post_accumulate_grad_hooks
-
-    def come_last(_):
-        if handle.id in hooks and next(reversed(hooks)) != handle.id:
-            hooks[handle.id] = hooks.pop(handle.id)
-
-    return [handle, parameter.register_hook(come_last)]
-
-
 def owner_of(parameter, kind: type | tuple[type, ...] = object):
     """The newest owner of a parameter that is of a `kind` and still alive, or None."""
     for reference in reversed(getattr(parameter, _OWNERS, ())):

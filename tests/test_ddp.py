@@ -26,8 +26,8 @@ from tkernels.layers import (
     fully_shard,
 )
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
-from tkernels.layers.data_parallel.param_bucket import ParamBucket
-from tkernels.layers.data_parallel.values import Values, ensure_params_ready
+from tkernels.layers.data_parallel.param_bucket import ParamBucket, UpdatedValues
+from tkernels.layers.data_parallel.values import ensure_params_ready
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.testing.compare import integers
@@ -1167,10 +1167,10 @@ def test_overlapped_ddp_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
 
 
 def test_overlapped_ddp_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
-    simulated, gathered, gather = Simulated(**SHARDED), [], Values.gather
+    simulated, gathered, gather = Simulated(**SHARDED), [], UpdatedValues.gather
     sim, ddp = simulated.sim, simulated.ddp
     state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
-    monkeypatch.setattr(Values, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
+    monkeypatch.setattr(UpdatedValues, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
     with sim:
         simulated.step()
         ddp.finish_grad_sync()
@@ -1194,9 +1194,9 @@ def test_overlapped_ddp_only_what_may_have_been_updated_is_gathered_again(monkey
 def test_overlapped_ddp_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_overlaps(
     mode, monkeypatch
 ):
-    simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], Values.gather
+    simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], UpdatedValues.gather
     sim, ddp = simulated.sim, simulated.ddp
-    monkeypatch.setattr(Values, "gather", lambda own: gather(own) or gathered.extend(own.layout.parameters))
+    monkeypatch.setattr(UpdatedValues, "gather", lambda own: gather(own) or gathered.extend(own.layout.parameters))
     with sim:
         simulated.step()
         ddp.finish_grad_sync()

@@ -20,7 +20,6 @@ import torch
 import torch._dynamo
 from streams import Simulator, subsets
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from transports import gpu_only, message_on_every_rank
 
@@ -289,29 +288,8 @@ def test_zero_optimizer_ranks_may_leave_parameters_out(ctx, unused):
 
 
 @pytest.mark.ranks(2)
-def test_zero_optimizer_masters_of_fp32_parameters_are_their_memory_and_gradients_end_with_the_step(ctx):
-    models = [nn.Linear(40, 7, device=ctx.device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    zero = ZeroOptimizer([p for model in models for p in model.parameters()], torch.optim.SGD, mesh=ctx, lr=0.5)
-    for model in models:
-        model(torch.ones(2, 40, device=ctx.device, dtype=model.weight.dtype)).sum().backward()
-    zero.step()
-    masters = [master for group in zero.param_groups for master in group["params"]]
-    assert masters and all(master.grad is None for master in masters)
-    places = [range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in models[0].parameters()]
-    for master in masters:
-        assert master.dtype == torch.float32
-    inside = [any(master.data_ptr() in place for place in places) for master in masters]
-    owned = sum(master.numel() for master, inner in zip(masters, inside, strict=True) if inner)
-    assert any(inside) and not all(inside)
-    assert sum(ctx.group.gather(owned)) == sum(p.numel() for p in models[0].parameters())
-    saved = zero.state_dict()["masters"]
-    assert all(master.untyped_storage().nbytes() == master.nbytes for master in saved)  # a file has no more than these
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in-place", "copied"])
-def test_zero_optimizer_weights_that_are_loaded_count_or_are_refused(ctx, dtype):
-    weight = nn.Parameter(torch.ones(40, dtype=dtype, device=ctx.device))
+def test_zero_optimizer_weights_that_are_loaded_count_or_are_refused(ctx):
+    weight = nn.Parameter(torch.ones(40, device=ctx.device))
     zero = ZeroOptimizer([weight], torch.optim.SGD, mesh=ctx, lr=0.5)
     kept = weight.detach().clone()
     with torch.no_grad():
@@ -322,34 +300,13 @@ def test_zero_optimizer_weights_that_are_loaded_count_or_are_refused(ctx, dtype)
     assert weight.eq(0.5).all()
     with torch.no_grad():
         weight.fill_(5.0)
-    if dtype == torch.bfloat16:  # whose masters are fp32 copies
-        with pytest.raises(ValueError, match="step: parameter 0 of .* changed elsewhere, .* call refresh_masters"):
-            zero.step()
-        zero.zero_grad()
-        zero.refresh_masters()
+    with pytest.raises(ValueError, match="step: parameter 0 of .* changed elsewhere, .* call refresh_masters"):
+        zero.step()
+    zero.zero_grad()
+    zero.refresh_masters()
     weight.sum().backward()
     zero.step()
     assert weight.eq(4.5).all()
-    with torch.no_grad():
-        weight.add_(ctx.rank)
-    refused = MismatchError if dtype == torch.float32 else ValueError
-    with pytest.raises(refused, match="the values of rank 0 and rank 1 differ in parameter 0|changed elsewhere"):
-        zero.step()
-
-
-@pytest.mark.ranks(2)
-def test_zero_optimizer_hooks_of_users_see_a_rank_s_own_gradient_and_may_change_it(ctx):
-    weight, seen = nn.Parameter(torch.ones(40, device=ctx.device)), []
-    zero = ZeroOptimizer([weight], torch.optim.SGD, mesh=ctx, lr=0.5)
-
-    def hook(parameter):
-        seen.append(parameter.grad.clone())
-        parameter.grad.mul_(4.0)
-
-    weight.register_post_accumulate_grad_hook(hook)
-    (weight * (ctx.rank + 1)).sum().backward()
-    zero.step()
-    assert seen[0].eq(ctx.rank + 1.0).all() and weight.eq(1 - 0.5 * 4 * 1.5).all()
 
 
 def small_model(ctx):
@@ -980,8 +937,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
         for stream, tower in zip(streams, towers, strict=True):
             for parameter in tower.parameters():
                 parameter.register_hook(lambda grad, stream=stream: enter(stream, grad))
-                kept.append(get_gradient_edge(parameter).node)
-                kept[-1].register_hook(lambda *_: within.close())  # after all hooks of the parameter
+                parameter.register_post_accumulate_grad_hook(lambda parameter: within.close())
         for step in range(steps):
             x, losses = torch.full((numel,), 0.5 + step), []
             for stream, tower in list(zip(streams, towers, strict=True))[:: -1 if reverse else 1]:
@@ -1118,7 +1074,7 @@ def test_zero_optimizer_a_newer_optimizer_comes_after_the_gathers_of_the_older_o
 
 def test_zero_optimizer_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):
     sim, *_ = simulate(monkeypatch, (Values, "ready", lambda self: None))
-    assert {race.kernels[0] for race in sim.races} == {"gather"}
+    assert {race.kernels[0] for race in sim.races} == {"copy_", "gather"}  # of the own part, and of the others
 
 
 def digest(parameters):

@@ -5,8 +5,7 @@ collective but the gradients, once, into their buffer:
 
     whole      [n]          a | b | c | ...      what computes: the caller's parameters are views of it
     gradients  [n]          the same
-    flat       [rows[rank]] masters of this rank's part, in fp32 at least, which the optimizer updates: that part of
-                            `whole` itself, if it has their dtype
+    flat       [rows[rank]] this rank's part, masters in fp32 at least: what the optimizer updates
 
 This module moves data on the current stream; who waits for whom is the engine's business.
 """
@@ -23,9 +22,8 @@ from tkernels.comm import Context, LeaseError
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
-from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import Wire, mean
-from tkernels.layers.owners import take_gradients, weakly
+from tkernels.layers.owners import weakly
 
 
 def padded(parameter: torch.Tensor) -> int:
@@ -57,24 +55,14 @@ def lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], par
 class Piece(Parameter):
     """A parameter of a resident unit. sharded: the master of this rank's part, elements `start` to `stop`.
 
-    It has the parameter's shape if it is the whole of it, and is 1-D otherwise. offset: of the parameter in
-    `flat`, where it may begin before that. used: whether this rank has had a gradient of it since the last step.
+    total: the gradient of the master, once it is reduced. Both have the parameter's shape if they are the whole of it,
+    and are 1-D otherwise. used: whether this rank has had a gradient of it since the last step.
     """
 
     start: int = 0
     stop: int = 0
-    offset: int = 0
+    total: torch.Tensor | None = None
     used: bool = False
-
-    @property
-    def total(self) -> torch.Tensor:
-        """The gradient of the master, once it is reduced."""
-        return self.of(self.group.total)
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its view of the group's masters, or of their gradients."""
-        whole = self.stop - self.start == self.whole.numel()
-        return flat[self.offset + self.start : self.offset + self.stop].view(self.shape if whole else (-1,))
 
     def take_gradient(self) -> torch.Tensor | None:
         grad = super().take_gradient()
@@ -96,35 +84,25 @@ class Piece(Parameter):
 class FlatGroup:
     """The parameters of a resident unit; see ParamGroup, which the engine takes in the same way.
 
-    values: of the parameters. flat: the masters [rows[rank]]. total: the gradients of these, once they are reduced;
-    home: the stream that its memory is of. divisor: of the sums over ranks.
+    values: of the parameters. flat: the masters [rows[rank]]. total: the gradients of these, reduced, if `has_total`.
+    divisor: of the sums over ranks.
     """
 
     def __init__(self, layout: FlatLayout, names, ctx: Context, wire: Wire, reduce_dtype: torch.dtype | None, divisor):
         first = layout.parameters[0]
         self.ctx, self.layout, self.wire, self.numel, self.divisor = ctx, layout, wire, layout.numel, divisor
-        self.reduce_dtype, self.device = reduce_dtype or first.dtype, first.device
-        self.flat = self.total = self.home = self.values = None
+        self.reduce_dtype, masters = reduce_dtype or first.dtype, torch.promote_types(first.dtype, torch.float32)
+        self.flat, self.total = torch.zeros(2, layout.rows[wire.rank], dtype=masters, device=first.device)
+        self.has_total, self.values = False, None
         begin, self.parameters = sum(layout.rows[: wire.rank]), []
         for index, parameter in enumerate(layout.parameters):
-            piece = Piece(names[parameter], [], None, parameter.shape, None, self, parameter)
-            piece.start, piece.stop = layout.piece(index, wire.rank)
-            piece.offset = layout.starts[index] - begin
+            start, stop = layout.piece(index, wire.rank)
+            shape = parameter.shape if stop - start == parameter.numel() else (-1,)
+            place = slice(layout.starts[index] + start - begin, layout.starts[index] + stop - begin)
+            master, total = (flat[place].view(shape) for flat in (self.flat, self.total))
+            piece = Piece(names[parameter], [], nn.Parameter(master), parameter.shape, None, self, parameter)
+            piece.start, piece.stop, piece.total = start, stop, total
             self.parameters.append(piece)
-
-    def place(self, values: Values):
-        """The parameters have these values: make the masters, which are yet to be filled if they are a copy."""
-        self.values, part = values, values.shard.detach()
-        dtype = torch.promote_types(part.dtype, torch.float32)
-        # Through dlpack, a file of the masters has no more than them.
-        self.flat = torch.from_dlpack(part) if part.dtype == dtype else torch.zeros_like(part, dtype=dtype)
-        for piece in self.parameters:
-            piece.sharded = nn.Parameter(piece.of(self.flat))
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the masters are this rank's part of the parameters."""
-        return self.flat.dtype == self.values.shard.dtype
 
     @property
     def trained(self) -> list[Piece]:
@@ -136,8 +114,9 @@ class FlatGroup:
         hook: a bound method.
         """
         hook = weakly(hook)
-        takes = ((piece.whole, _hook(hook, weakref.ref(piece))) for piece in self.parameters)
-        return [handle for whole, take in takes for handle in take_gradients(whole, take)]
+        return [
+            piece.whole.register_post_accumulate_grad_hook(_hook(hook, weakref.ref(piece))) for piece in self.parameters
+        ]
 
     def settle(self, hook) -> bool:
         """Raises LeaseError if parameters no longer lie in the gathered buffer."""
@@ -154,7 +133,7 @@ class FlatGroup:
 
     def buffers(self, layout: FlatLayout, grads=None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of ParamGroup, but that one large gradient is its own buffer."""
-        sums = torch.empty_like(self.flat)
+        sums = torch.empty_like(self.total) if self.has_total else self.total
         first = grads[0] if grads else None
         if (
             first is not None
@@ -162,7 +141,7 @@ class FlatGroup:
             and (first.numel(), first.dtype) == (self.numel, self.reduce_dtype)
         ):
             return first.view(-1), sums
-        return torch.empty(self.numel, dtype=self.reduce_dtype, device=self.device), sums
+        return torch.empty(self.numel, dtype=self.reduce_dtype, device=self.flat.device), sums
 
     def pack(self, grads: list[torch.Tensor | None], layout: FlatLayout, buffer: torch.Tensor):
         """Copy gradients to their places in the buffer [n]; one that is None counts as zero."""
@@ -176,8 +155,7 @@ class FlatGroup:
         """Discard whole gradients, and the masters'."""
         for piece in self.parameters:
             piece.whole.grad, piece.used = None, False
-            piece.sharded.grad = None
-        self.total = None
+        self.has_total = False
 
     def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: FlatLayout):
         """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up."""
@@ -185,10 +163,9 @@ class FlatGroup:
 
     def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor):
         """Make these the masters' gradients, or add them to those that there are."""
-        if self.total is None:
-            self.total = sums
-        else:
+        if self.has_total:
             self.total.add_(sums)
+        self.has_total = True
 
 
 def _hook(hook: Callable, piece: weakref.ref):

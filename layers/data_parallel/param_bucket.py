@@ -84,7 +84,7 @@ class ParamBucket:
         self._own = self.layout.part(self.grads.slot.tensor, levels.shard)  # in which sums over ranks are valid
         self.values, self.owned = None, parameters
         if levels.sharded:
-            self.values = Values(name, self.layout, levels.inside, comm_stream, dev)
+            self.values = UpdatedValues(name, self.layout, levels.inside, comm_stream, dev)
             self.owned = [self.values.shard]
             self.values.shard.main_grad = self._own
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
@@ -239,3 +239,74 @@ class ParamBucket:
         self.grads.read(stream)
         if self.values is not None and self.values.updatable:
             self.values.begin_update(stream)
+
+
+class UpdatedValues(Values):
+    """Values of which this rank's optimizer updates `shard` [n / ranks], a part of the buffer.
+
+    Torch doesn't tell whether an optimizer has run, so what is known is kept apart. updatable: gradients are reduced,
+    and values not gathered since. updating: the optimizer may be writing the shard. Even once values were gathered it
+    may still do so, until `confirm`.
+    """
+
+    def __init__(self, name: str, layout: FlatLayout, wire: Wire, comm_stream, dev):
+        super().__init__(name, layout, wire, comm_stream, dev)
+        self.shard = nn.Parameter(self.part)
+        self.forget_update()
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
+        return self._version == self.shard._version
+
+    @property
+    def awaits_gather(self) -> bool:
+        """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
+        return self._version is not None
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shard may have been updated, and the values have not been gathered since."""
+        return self.updating or self.awaits_gather and not self.unwritten
+
+    def expect_update(self):
+        """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
+        self._version = self.shard._version
+
+    def confirm(self):
+        """Expect no update any more, unless there was one: the next pass begins."""
+        if not self.stale:
+            self._version = None
+
+    def forget_update(self):
+        self.updating = self.updatable = False
+        self._updaters = []  # the streams of the optimizer
+        self._version = None  # torch's write count of the shard when the optimizer's turn began; None: it has none
+
+    def begin_update(self, stream):
+        """The optimizer's turn: `stream` may update the shard, behind all readers."""
+        if not self.updating:
+            self.buffer.end()
+            self.updating, self._version = True, self.shard._version
+        if stream not in self._updaters:
+            with self.buffer.lease.write(stream):
+                self._updaters.append(stream)
+
+    def gather(self):
+        """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`."""
+        self.begin_update(self.dev.current_stream())
+        if not self.unwritten:
+            self.outdate()
+        for stream in self._updaters:
+            with self.buffer.lease.write(stream):
+                pass  # the optimizer's kernels have been launched: records them as writes
+        self.forget_update()
+        self._gather()
+
+    def ready(self):
+        if self.stale:
+            raise LeaseError(
+                f"the parameters of {self.name} have been updated by each rank for itself, and not been gathered; call "
+                f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
+            )
+        super().ready()

@@ -3,7 +3,7 @@
     backward   buckets of gradients are reduced in one order on all ranks, each rank's part to its masters
     step       the caller updates the masters; parameters are gathered, those that forward needs first before the others
 
-No forward asks for the parameters: `changing_masters` gathers them, and whoever reads them waits: values.py.
+No forward asks for the parameters: `publish` gathers them, and whoever reads them waits: values.py.
 """
 
 import contextlib
@@ -11,12 +11,11 @@ import contextlib
 import torch
 from torch import nn
 
-from tkernels.comm import Context, LeaseError
+from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup
-from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter
+from tkernels.layers.data_parallel.param_group import DataParallelRanks
 from tkernels.layers.data_parallel.values import Values, refuse_assignment, wait_in_modules
-from tkernels.layers.lease import Lease
 from tkernels.layers.owners import disown
 
 
@@ -41,10 +40,8 @@ class ResidentEngine(Engine):
         self._waits = []  # hooks of modules
         for unit, bucket in zip(units, buckets, strict=True):
             # One after the other, since each gives up as much memory as it takes.
-            values = Values(unit.name, bucket.layout, bucket.wire, self.comm_stream, self.dev)
-            values.outdate()
-            values.gather(rows=(bucket.numel, *(0 for _ in bucket.layout.rows[1:])))
-            bucket.place(values)
+            bucket.values = Values(unit.name, bucket.layout, bucket.wire, self.comm_stream, self.dev)
+            bucket.values.replace(rows=(bucket.numel, *(0 for _ in bucket.layout.rows[1:])))
         self.copy_masters()
 
     def _plan(self):
@@ -82,26 +79,16 @@ class ResidentEngine(Engine):
         self.end()
         self.ready()
         for bucket in self.buckets:
-            if not bucket.in_place:
-                bucket.flat.copy_(bucket.values.shard.detach())
+            bucket.flat.copy_(bucket.values.part)
         self._count_writes()
 
-    @contextlib.contextmanager
-    def changing_masters(self):
-        """Collective. A context in which this stream changes the masters. Then parameters are gathered from them."""
-        for bucket in self.buckets:
-            bucket.values.begin_update(self.dev.current_stream())
-        try:
-            yield
-        except BaseException:
-            for bucket in self.buckets:
-                bucket.values.end_update()
-            raise
-        for bucket in reversed(self.buckets):  # forward begins with the last one
-            if not bucket.in_place:
-                bucket.values.shard.copy_(bucket.flat)
-            bucket.values.outdate()
-            bucket.values.gather()
+    def publish(self):
+        """Collective. Gather the parameters from their masters, which have changed."""
+        self.end()
+        self.begin()
+        with self._weights.read(self._on_comm()):
+            for bucket in reversed(self.buckets):  # forward begins with the last one
+                bucket.values.replace(bucket.flat)
         self._count_writes()
 
     def _count_writes(self):
@@ -122,27 +109,16 @@ class ResidentEngine(Engine):
         return any(parameter._version != version for parameter, version in self._versions_seen.items())
 
     def changed(self) -> list[str]:
-        """Names of parameters that are not what was gathered, of those whose masters are a copy."""
+        """Names of parameters that are not what was gathered."""
         self.ready()
         names = []
         for parameter, piece in self.piece_of.items():
             now, kept = piece.cut(parameter.detach()), piece.sharded.to(parameter.dtype)
-            if not piece.group.in_place and not torch.where(now.isnan(), kept.isnan(), now == kept).all():
+            if not torch.where(now.isnan(), kept.isnan(), now == kept).all():
                 names.append(piece.name)
+        if not names:
+            self._count_writes()
         return names
-
-    def sums_of_bits(self, ctx: Context) -> dict[str, int]:
-        """Of the parameters of these ranks whose masters are the parameters themselves: what differs if they do."""
-        self.ready()
-        pieces = [piece for piece in self.piece_of.values() if piece.group.in_place and piece.group.ctx is ctx]
-        bits = [piece.whole.detach().view(-1).view(torch.int32).sum() for piece in pieces]
-        return dict(zip((piece.name for piece in pieces), torch.stack(bits).tolist() if bits else [], strict=True))
-
-    @torch.no_grad()
-    def reduce(self, group: FlatGroup, parameters: list[Parameter]):
-        if group.total is None:
-            group.home = self.dev.current_stream()
-        super().reduce(group, parameters)
 
     # Gradients
 
@@ -165,7 +141,7 @@ class ResidentEngine(Engine):
                     f"which leaves all gradients to step()"
                 )
         self.end()
-        owing = [unit for unit in self.units if unit.begun or unit.groups[0].total is None]
+        owing = [unit for unit in self.units if unit.begun]
         self._begin_sums()
         for unit in owing:
             unit.reduce(always=True)
@@ -173,12 +149,6 @@ class ResidentEngine(Engine):
             with self._sums.read():
                 yield
         finally:
-            for bucket in self.buckets:  # the stream that gets their memory back waits for this one
-                if bucket.home != self.dev.current_stream():
-                    lease = Lease(bucket.total, dev=self.dev, home=bucket.home, name="gradients of masters")
-                    with lease.read():
-                        pass
-                    self._sent.defer(lease)
             self.end()
             self.forget_gradients()
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.wire import Wire
@@ -61,19 +60,17 @@ class Buffer:
 class Values:
     """The parameters of a layout become views of `buffer` [n], with the values that they have.
 
-    shard: this rank's part of the buffer, which it updates. comm_stream: on which ranks gather; None: the current one.
-
-    Torch doesn't tell whether an optimizer has run, so what is known is kept apart. updatable: gradients are reduced,
-    and values not gathered since. updating: the optimizer may be writing the shard. Even once values were gathered it
-    may still do so, until `confirm`.
+    part: this rank's part of the buffer. comm_stream: on which ranks gather; None: the current one. stale: whether this
+    rank may have changed its part, which has not been gathered since.
     """
+
+    stale = False
 
     def __init__(self, name: str, layout: FlatLayout, wire: Wire, comm_stream, dev):
         self.name, self.layout, self.comm_stream, self.dev, self._wire = name, layout, comm_stream, dev, wire
         first = layout.parameters[0]
         self.buffer = Buffer(layout.numel, first, first.dtype, dev, f"parameters of {name}")
-        self.shard = nn.Parameter(layout.part(self.buffer.slot.tensor, wire.rank))
-        self.forget_update()
+        self.part = layout.part(self.buffer.slot.tensor, wire.rank)
         with torch.no_grad(), self.buffer.lease.write() as whole:
             whole.zero_()
             for parameter, view in zip(layout.parameters, layout.views(whole), strict=True):
@@ -87,77 +84,30 @@ class Values:
         begin, nbytes = self.buffer.slot.tensor.data_ptr(), self.buffer.slot.tensor.nbytes
         return parameter.numel() == 0 or 0 <= parameter.data_ptr() - begin < nbytes
 
-    @property
-    def unwritten(self) -> bool:
-        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
-        return self._version == self.shard._version
+    def ready(self):
+        """Order the current stream behind the gather."""
+        self.buffer.read(self.dev.current_stream())
 
-    @property
-    def awaits_gather(self) -> bool:
-        """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
-        return self._version is not None
-
-    @property
-    def stale(self) -> bool:
-        """Whether the shard may have been updated, and the values have not been gathered since."""
-        return self.updating or self.awaits_gather and not self.unwritten
-
-    def expect_update(self):
-        """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
-        self._version = self.shard._version
-
-    def confirm(self):
-        """Expect no update any more, unless there was one: the next pass begins."""
-        if not self.stale:
-            self._version = None
-
-    def forget_update(self):
-        self.updating = self.updatable = False
-        self._updaters = []  # the streams of the optimizer
-        self._version = None  # torch's write count of the shard when the optimizer's turn began; None: it has none
-
-    def begin_update(self, stream):
-        """The optimizer's turn: `stream` may update the shard, behind all readers."""
-        if not self.updating:
-            self.buffer.end()
-            self.updating, self._version = True, self.shard._version
-        if stream not in self._updaters:
-            with self.buffer.lease.write(stream):
-                self._updaters.append(stream)
-
-    def end_update(self):
-        """The optimizer's kernels have been launched: what comes after them waits for them."""
-        for stream in self._updaters:
-            with self.buffer.lease.write(stream):
-                pass
-        self.forget_update()
-
-    def gather(self, rows: tuple[int, ...] | None = None):
-        """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`.
+    def replace(self, part: torch.Tensor | None = None, rows: tuple[int, ...] | None = None):
+        """Collective. Gather new values, behind the work of this stream. part: of this rank, if it lies elsewhere.
 
         rows: elements that each rank sends; None: the layout's.
         """
-        self.begin_update(self.dev.current_stream())
-        if not self.unwritten:
-            self.outdate()
-        self.end_update()
-        self.buffer.end()
-        comm = self.dev.current_stream() if self.comm_stream is None else self.comm_stream
-        with self.dev.stream(comm), self.buffer.lease.write(comm) as whole:
-            self._wire.all_gather(whole, rows or self.layout.rows)
+        self.ready()  # earlier work on this stream may have read the old values, or made the part
+        self.outdate()
+        self._gather(part, rows)
 
     def outdate(self):
         """Make torch refuse a backward that needs values saved by forward and overwritten since."""
         torch.autograd.graph.increment_version(self.layout.parameters)
 
-    def ready(self):
-        """Order the current stream behind the gather. Raises LeaseError if one is due and has not been started."""
-        if self.stale:
-            raise LeaseError(
-                f"the parameters of {self.name} have been updated by each rank for itself, and not been gathered; call "
-                f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
-            )
-        self.buffer.read(self.dev.current_stream())
+    def _gather(self, part=None, rows=None):
+        self.buffer.end()
+        comm = self.dev.current_stream() if self.comm_stream is None else self.comm_stream
+        with self.dev.stream(comm), self.buffer.lease.write(comm) as whole:
+            if part is not None:
+                self.part.copy_(part)
+            self._wire.all_gather(whole, rows or self.layout.rows)
 
 
 def ensure_params_ready(params):

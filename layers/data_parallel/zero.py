@@ -49,9 +49,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Parameters become contiguous views of common buffers and belong to the newest optimizer made for them. A group
         with "mesh" is shared by those ranks only, as experts are; its gradients are still divided by the size of the
         optimizer's `mesh`.
-    optimizer_class, **options: the wrapped optimizer. It sees masters in fp32 at least: whole parameters with
-        partition="parameters", otherwise 1-D pieces of those that are cut. Of fp32 parameters they are the parameters'
-        own memory, of others a copy.
+    optimizer_class, **options: the wrapped optimizer. It sees fp32 masters: whole parameters with
+        partition="parameters", otherwise 1-D pieces of those that are cut.
     mesh: the ranks, as in `tkernels.comm.as_context`; None: those of the current context. With tensor parallelism they
         are the data-parallel ranks: a parameter marked tensor_model_parallel must be equal on all of them.
     stage: 2 reduces the gradients of every backward immediately, and no rank keeps full gradients. 1 has `no_sync`,
@@ -82,18 +81,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Collective, as `step` and backward are. `step` must be ordered after forward and backward on its stream, as usual.
     It ends the accumulation, so zero_grad is needed only to discard gradients. Use the optimizer's zero_grad: a
-    module's leaves gradients that are already reduced. Code that changes parameters, such as load_state_dict, must do
-    so alike on all ranks and, unless they are fp32, call `refresh_masters` afterwards. After a step, `grad_norm` is the
-    norm before clipping, a tensor, and `skipped` is whether the step was skipped. A parameter that no rank has used is
-    left alone, as without sharding. Activation checkpointing with use_reentrant=True gives correct results, but each
-    checkpoint ends a pass; prefer use_reentrant=False. After a backward that failed call zero_grad; else the next
-    backward or step raises.
+    module's leaves gradients that are already reduced. Code that changes parameters, such as load_state_dict, must call
+    `refresh_masters` afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is
+    whether the step was skipped. A parameter that no rank has used is left alone, as without sharding. Activation
+    checkpointing with use_reentrant=True gives correct results, but each checkpoint ends a pass; prefer
+    use_reentrant=False. After a backward that failed call zero_grad; else the next backward or step raises.
 
     Raises ValueError or TypeError for parameters or options that can't be sharded, MismatchError if the ranks'
     parameters or options differ. `step` and the loading methods raise LeaseError once a parameter has been converted or
-    moved. `step` raises MismatchError for fp32 parameters that were changed in other ways on other ranks, ValueError
-    for others that were changed without `refresh_masters`, and TkernelsError for a parameter that was frozen at
-    construction and requires a gradient later.
+    moved. `step` raises TkernelsError for a parameter that was frozen at construction and requires a gradient later.
     """
 
     def __init__(
@@ -293,8 +289,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     bucket.total.mul_(inverse)
                 for piece in self._pieces:
                     piece.sharded.grad = piece.total if piece.whole in used else None
-                with self._changing_masters():
-                    self.optimizer.step()
+                self.optimizer.step()
+        if not self.skipped:
+            self._publish()
         return loss
 
     def _exchange(self) -> tuple[set, torch.Tensor]:
@@ -324,22 +321,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 used |= {p for p, flag in zip(parameters, values[1:].tolist(), strict=True) if flag > 0}
         return used, norm
 
-    @contextlib.contextmanager
-    def _changing_masters(self):
-        """Collective. A context in which the owners' masters change; then they are sent to every rank."""
-        with self._engine.changing_masters():
-            yield
+    def _publish(self):
+        """Send the owners' masters to every rank."""
+        self._engine.publish()
         if not self._overlap_gather:
             self._engine.ready()
 
     def _check_values(self):
-        """Collective if parameters have been written to. Raises ValueError for a write that the gathers would undo.
-
-        Masters that are parameters themselves have been written with them: then the ranks must agree, or MismatchError.
-        """
+        """Collective if parameters have been written to. Raises ValueError for a write that the gathers would undo."""
         if self._engine.written:
-            for ctx in self._wires:
-                ctx.group.check_alike("ZeroOptimizer.step", "values", self._engine.sums_of_bits(ctx), "write the same")
             with self.ctx.group.checking():
                 if changed := self._engine.changed():
                     raise ValueError(
@@ -353,7 +343,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self):
-        """Copy the parameters' values into masters that lie elsewhere, after a change that is the same on all ranks."""
+        """Copy the parameters' values into the masters, after a change from outside that is the same on all ranks."""
         self._engine.check()
         self._engine.copy_masters()
 
@@ -401,11 +391,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._engine.check()
         self._engine.end()
         self.optimizer.load_state_dict(state["optimizer"])
-        with self._changing_masters():
-            for bucket, master in zip(self._buckets, state["masters"], strict=True):
-                bucket.flat.copy_(master)
+        for bucket, master in zip(self._buckets, state["masters"], strict=True):
+            bucket.flat.copy_(master)
         if self._dynamic and state["loss_scale"][0] is not None:
             self.loss_scale, self._steps_at_scale = state["loss_scale"]
+        self._publish()
 
     def full_state_dict(self) -> dict:
         """Collective. The state that the unsharded optimizer would have, on the CPU of every rank.
@@ -473,10 +463,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(own)
         self.refresh_masters()
         if masters:
-            with self._changing_masters():
-                for piece in self._pieces:
-                    if numbers[piece.whole] in masters:
-                        piece.sharded.copy_(piece.cut(masters[numbers[piece.whole]]))
+            for piece in self._pieces:
+                if numbers[piece.whole] in masters:
+                    piece.sharded.copy_(piece.cut(masters[numbers[piece.whole]]))
+            self._publish()
         if self._dynamic and state.get("loss_scale") is not None:
             self.loss_scale = state["loss_scale"]
 
