@@ -573,7 +573,8 @@ def run_case(name: str, describe=None) -> dict:
     local_calls.clear()
     # Else of rows that TMA can't take, by pointers.
     staged = case is not None and case.label.startswith("staged")
-    fused.stages = gemm.stages = lambda dtype, gpu=None: staged
+    for module in (fused, gemm, choice):
+        module.stages = lambda dtype, gpu=None: staged
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = {each for each in _compiled if not staged or each.name != "copy_rows_kernel"}

@@ -22,6 +22,7 @@ from transports import (
 )
 
 import tkernels
+from tkernels import choice
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
@@ -86,6 +87,25 @@ def test_all_gather_matmul_stages_rows_that_tma_can_not_take(ctx, transport):
         kernels = [name for name, *_ in launched]
         copied = (K % 8 > 0 and len(x) > 0) + (N % 8 > 0) + ((N if transposed else K) % 8 > 0)
         assert kernels.count("copy_rows_kernel") == copied * kernels.count("all_gather_matmul_kernel"), (N, K)
+
+
+@pytest.mark.ranks(2)
+def test_all_gather_matmul_reads_staged_rows_by_tma_whatever_was_tuned(ctx, monkeypatch):
+    """Pointers would read rows of w that it has not: what lies behind it is NaN."""
+    rows, N, K = (33, 32), 16, 31
+    x, w, _ = operands(ctx, integers, rows, N, K, torch.bfloat16, 1)
+    beyond = torch.full((K + 1, N), math.nan, dtype=torch.bfloat16, device=ctx.device)
+    w = beyond[:K].copy_(w.t()).t()
+    tuned = OverlapConfig(GemmConfig(32, 32, 32, split=1, use_tma=False), chunk_rows=32, num_comm=1)
+    monkeypatch.setattr(choice.Choices, "found", lambda *_: tuned)
+    choice.forget_calls(ctx)
+    choice.choices_of(ctx).clear()
+    with staged_rows(), launches() as launched:
+        y = tkernels.all_gather_matmul(x, w, rows=rows, ctx=ctx, path="fused")
+    assert torch.equal(y, reference(ctx, x, w).bfloat16())
+    assert "all_gather_matmul_kernel" in [name for name, *_ in launched]
+    choice.choices_of(ctx).clear()
+    choice.forget_calls(ctx)
 
 
 @pytest.mark.ranks(2)

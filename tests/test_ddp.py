@@ -807,6 +807,51 @@ def test_overlapped_ddp_inside_of_what_takes_its_gradients_or_parameters_is_refu
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_overlapped_ddp_lets_other_tensors_stand_in_for_parameters(ctx, sharded):
+    """As averages do in functional_call, and tied weights."""
+    model = exact_model().to(ctx.device)
+    ddp = OverlappedDDP(model, mesh=ctx, use_distributed_optimizer=sharded)
+    x = torch.ones(1, 8, device=ctx.device)
+    others = {f"module.{name}": torch.ones_like(each) for name, each in model.named_parameters()}
+    with torch.no_grad():
+        y = torch.func.functional_call(ddp, others, (x,))
+    assert y.unique().tolist() == [25.0]  # 8 and a bias, and twice 8
+    twice = {f"module.{name}": 2 * each for name, each in model.named_parameters()}
+    torch.func.functional_call(ddp, twice, (x,)).sum().backward()
+    assert all(part.unique().item() in (2, 4) for bucket in ddp.buckets for _, part in bucket.parts())
+    ddp.zero_grad()
+    model.a.weight = model.b.weight
+    ddp(x).sum().backward()
+    model.a.weight = nn.Parameter(torch.ones(4, 8, device=ctx.device))
+    with torch.no_grad():
+        ddp(x)
+    with pytest.raises(ValueError, match="1 parameters that it reduces are not the module's any more"):
+        ddp(x)
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_gradients_in_shards_are_not_replaced_or_scaled_by_their_parameters(ctx):
+    model = nn.Linear(1, 1, bias=False).to(ctx.device)
+    model.weight.data.fill_(1.0)
+    ddp = OverlappedDDP(model, mesh=ctx, use_distributed_optimizer=True)
+    optimizer, x = torch.optim.SGD(ddp.owned_parameters(), lr=1.0), torch.ones(1, 1, device=ctx.device)
+    for change in (lambda grad: torch.ones_like(grad), lambda grad: grad * 0.5, lambda grad: grad.mul_(0.5)):
+        ddp(x).sum().backward()
+        model.weight.grad = change(model.weight.grad)
+        with pytest.raises(LeaseError, match="the .grad of weight was replaced or scaled, but gradients lie in shards"):
+            optimizer.step()
+        ddp.zero_grad()
+    ddp(x).sum().backward()
+    assert model.weight.grad.isnan().all()
+    del ddp, optimizer
+    gc.collect()
+    assert model.weight.grad is None
+    model(x).sum().backward()
+    assert model.weight.grad.eq(1).all()
+
+
+@pytest.mark.ranks(2)
 def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     for parameter in model.parameters():

@@ -221,7 +221,7 @@ def staged_rows():
         return made
 
     with contextlib.ExitStack() as stack:
-        for module in (gemm, fused):
+        for module in (gemm, fused, choice):
             stack.enter_context(mock.patch.object(module, "stages", lambda dtype, gpu=None: dtype.itemsize == 2))
         stack.enter_context(mock.patch.object(staging.Rows, "empty", poisoned))
         stack.enter_context(poisoned_memory())

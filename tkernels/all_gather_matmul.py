@@ -286,7 +286,7 @@ class AllGatherMatmul(FusedCall):
     def shared(self, ctx: Context, x, w, bias, out, gathered, scales=None) -> dict:
         travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
-        same |= {"use_tma": self.config is None or self.config.gemm.use_tma}
+        same |= {"staged, by use_tma": self.stages(x)}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
     def checked(self, ctx: Context, x, w, out, gathered, scales=None) -> "AllGatherMatmul":

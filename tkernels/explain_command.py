@@ -44,7 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
-    from tkernels.paths import by_rule, check_depth, explain_product, local_sizes, usual_layout, usual_product, ways_of
+    from tkernels.paths import (
+        by_rule,
+        check_depth,
+        explain_product,
+        fused_sizes,
+        local_sizes,
+        usual_layout,
+        usual_product,
+        ways_of,
+    )
 
     dtype = (shapes.WITH_FP8 | {"tf32": torch.float32})[arguments.dtype]
     found = rows_named(arguments.gpu)
@@ -76,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 local = local_sizes(operation, M, N, K, ranks)
                 layout = usual_layout(*local, dtype, gpu)
-                problem = model.Problem(operation, *local, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
+                computed = fused_sizes(operation, *local, dtype, gpu)
+                problem = model.Problem(operation, *computed, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
                 width = N if operation != model.GATHER else K
                 choice = by_rule(operation, M, width, dtype, ranks, precision, gpu)
                 choice = replace(choice, ways=ways_of(problem, choice.path))

@@ -14,7 +14,8 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
-from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, stages, staging
+from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, staging
+from tkernels.gpus import stages
 from tkernels.overlap import check_mapped
 from tkernels.partials import check_scaled_slices, with_scaled_slices
 from tkernels.paths import choose_path

@@ -26,7 +26,7 @@ from tkernels.comm.arguments import check_dense, check_out, check_resolved, chec
 from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
-from tkernels.gpus import GPU, SIMULATED, gpu_here
+from tkernels.gpus import GPU, gpu_here, stages
 from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, Rows
@@ -350,15 +350,6 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
 def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
     """The same, whether TMA can describe them or not."""
     return ("N" if in_rows(w)[1] else "T") + ("T" if in_rows(x)[1] else "N")
-
-
-def stages(dtype: torch.dtype, gpu: GPU | None = None) -> bool:
-    """Whether fused operations take operands of any rows into rows that TMA can take: in 16 bits, where there is TMA.
-
-    gpu: None: this process's. The interpreter takes them as they lie. It depends on nothing that ranks could differ in.
-    """
-    gpu = gpu or gpu_here()
-    return gpu is not SIMULATED and gpu.capability >= runtime.HOPPER and dtype.itemsize == 2
 
 
 def fused_layout(x: torch.Tensor, w: torch.Tensor, gpu: GPU | None = None) -> str:

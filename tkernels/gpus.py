@@ -198,3 +198,14 @@ def known_of(name: str, capability: tuple[int, int]) -> str:
 def row_of(capability: tuple[int, int]) -> GPU:
     """The first row of the newest capability that is no newer than this one."""
     return max((gpu for gpu in GPUS.values() if gpu.capability <= capability), key=lambda gpu: gpu.capability)
+
+
+def stages(dtype: torch.dtype, gpu: GPU | None = None) -> bool:
+    """Whether fused operations take operands of any rows into rows that TMA can take: in 16 bits, where they use TMA.
+
+    gpu: None: this process's. Consumer Blackwell has TMA, but tiles by rule don't use it (model.default_config). The
+    interpreter takes rows as they lie. It depends on nothing that ranks could differ in.
+    """
+    gpu = gpu or gpu_here()
+    uses_tma = gpu.capability >= runtime.HOPPER and gpu.shared_bytes >= H200.shared_bytes
+    return gpu is not SIMULATED and uses_tma and dtype.itemsize == 2

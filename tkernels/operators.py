@@ -206,15 +206,16 @@ def all_gather_matmul(
 
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
     only if its rows are not contiguous. N/R may differ from rank to rank and be 0.
-    In 16 bits, whatever of x_shard_m, w_shard_n and y_shard_n has rows that are no multiples of 16 bytes is copied in
-    the call, on GPUs of capability 9.0 and above; a config with use_tma=False reads and writes them where they are.
+    In 16 bits, whatever of x_shard_m, w_shard_n and y_shard_n has rows or an address that are no multiples of 16 bytes
+    is copied in the call, on GPUs of capability 9.0 and above; a config with use_tma=False reads and writes them where
+    they are.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
     backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.
 
     return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again. A tensor [M, K]
         receives it; x_shard_m may be this rank's rows of that tensor. "borrowed": it may be left in the workspace,
-        which the next call on this stream overwrites.
+        which the next call on this stream overwrites, and have wider rows there.
     gather_dim: x_shard_m may have any number of leading dimensions, [..., K], of which this one is gathered: y_shard_n
         [..., N/R] and x gathered [..., K] then are views whose memory has it first, as in torch's fused operators. So
         must be what they are to fill. Elsewhere, "rows" mean that dimension.

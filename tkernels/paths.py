@@ -24,8 +24,8 @@ from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import Regions, round_up
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
-from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product, stages
-from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
+from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product
+from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages
 from tkernels.model import PLAIN_BYTES, sent_dtype
 
 PATHS = ("fused", "plain")
@@ -92,7 +92,8 @@ def explain(
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
         return choice
     local = local_sizes(operation, M, N, K, ctx.size)
-    problem = problem_of(ctx, operation, *local, dtype, usual_layout(*local, dtype))
+    sizes = fused_sizes(operation, *local, dtype)
+    problem = problem_of(ctx, operation, *sizes, dtype, usual_layout(*local, dtype))
     return replace(choice, ways=ways_of(replace(problem, precision=precision(dtype)), choice.path))
 
 
@@ -133,6 +134,15 @@ def check_depth(K: int, dtype: torch.dtype, caller: str = "explain"):
 def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:
     """M, N, K of the largest local GEMM where `ranks` ranks divide the global one."""
     return (M, -(-N // ranks), K) if operation == "all_gather_matmul" else (M, N, -(-K // ranks))
+
+
+def fused_sizes(
+    operation: str, M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None
+) -> tuple[int, int, int]:
+    """The sizes of a local GEMM as a fused operation computes it, in rows of whole 16 bytes where it stages them."""
+    if not stages(dtype, gpu):
+        return M, N, K
+    return M, round_up(N, 8), round_up(K, 8) if operation == "all_gather_matmul" else K
 
 
 def usual_layout(M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None) -> str:

@@ -30,7 +30,7 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, fused_layout, layout_of, precision
 from tkernels.library import multiply_scaled_into
-from tkernels.paths import Choice, check_depth, explain, local_sizes
+from tkernels.paths import Choice, check_depth, explain, fused_sizes, local_sizes
 from tkernels.quantize import quantize_reference
 from tkernels.rounding import fp8_error, tolerance
 from tkernels.timing import agree
@@ -279,7 +279,9 @@ class _Search:
         self.ctx, self.job, self.measure, self.status = ctx, job, measure, status
         self.began = time.monotonic()
         self.deadline = self.began + budget_s
-        usual = problem_of(ctx, job.operation, *job.local(ctx.size), job.dtype, job.layout_of_calls(ctx.size))
+        sizes = job.local(ctx.size)
+        sizes = sizes if job.operation == "matmul" else fused_sizes(job.operation, *sizes, job.dtype)
+        usual = problem_of(ctx, job.operation, *sizes, job.dtype, job.layout_of_calls(ctx.size))
         self.problem = replace(usual, precision=job.precision)
         self.operands = [Operands(ctx, job, seed) for seed in (0, 1)]
         self.measured: dict[object, Measured] = {}

@@ -366,12 +366,12 @@ class OverlappedDDP(nn.Module):
     @torch._disable_dynamo
     def _watch(self, output):
         """Hear of the backward that begins with these outputs."""
-        if not self.removed:
-            self._check_alone()
         enter = weakly(self.enter_backward)  # outputs may outlive this object
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: enter())
+        outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+        if outputs and not self.removed:
+            self._check_alone()
+        for tensor in outputs:
+            tensor.register_hook(lambda _: enter())
         return output
 
     def _gather_updates(self):
@@ -543,7 +543,7 @@ class OverlappedDDP(nn.Module):
                 f"module was wrapped, so that each rank would train it by its own gradient; remove() this and wrap the "
                 f"module again"
             )
-        running = self._state is State.OPEN or self._backward.begun
+        running = self._state is State.OPEN or self._backward.begun and not self._backward.failed
         unreduced = running or self._reduced is False and self._delivered
         if unreduced and (wrong is not None or not parameters.isdisjoint(self.shards)):
             raise LeaseError(
@@ -553,6 +553,11 @@ class OverlappedDDP(nn.Module):
             )
         if not parameters.isdisjoint(self.shards):
             for bucket in self.buckets:
+                if changed := bucket.overridden:
+                    raise LeaseError(
+                        f"OverlappedDDP: the .grad of {self._name_of(changed[0])} was replaced or scaled, but "
+                        f"gradients lie in shards; change those of owned_parameters(), or set it to None to drop it"
+                    )
                 if bucket.dropped:
                     bucket.prepare()
                     bucket.finish(self.dev.current_stream())
@@ -582,8 +587,10 @@ class OverlappedDDP(nn.Module):
                 "wrap the whole model by one of them, or tell torch's to ignore these parameters "
                 "(_set_params_and_buffers_to_ignore_for_model)"
             )
-        gone = [param for part, name, param in self._places if part._parameters.get(name) is not param]
-        if gone and (missing := set(gone).difference(self.module.parameters())):
+        now = [part._parameters.get(name) for part, name, _ in self._places]
+        # Tensors may stand in for parameters in one call, as by torch.func.functional_call, and tied ones for good.
+        others = [each for each in now if isinstance(each, nn.Parameter) and each.requires_grad]
+        if missing := [each for each in others if each not in self.bucket_of]:
             raise ValueError(
                 f"OverlappedDDP: {len(missing)} parameters that it reduces are not the module's any more, as inside of "
                 f"torch's fully_shard, which replaces them; leave them to that, or remove() this and wrap the module "

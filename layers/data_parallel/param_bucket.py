@@ -15,6 +15,7 @@ With shards the values are a slot of their own:
 """
 
 import math
+import weakref
 
 import torch
 from torch import nn
@@ -89,6 +90,7 @@ class ParamBucket:
             self.values.shard.main_grad = self._own
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
         self._marks = {}  # of parameters in a shard: what `.grad` is, and torch's write count of that
+        weakref.finalize(self, _take_off, self._marks).atexit = False
         self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
         if grad_dtype != first.dtype:
             self.cast = self._own.to(first.dtype)
@@ -121,6 +123,16 @@ class ParamBucket:
         """Parameters in a shard whose own `.grad` somebody has dropped, zeroed or replaced."""
         marks = self._marks.items() if self.delivered else ()
         return [each for each, (mark, version) in marks if each.grad is not mark or mark._version != version]
+
+    @property
+    def overridden(self) -> list[nn.Parameter]:
+        """Those whose own `.grad` is another tensor or, of one element, which can be scaled, not zeroed."""
+        return [
+            each
+            for each in self.dropped
+            if each.grad is not None
+            and (each.grad is not self._marks[each][0] or each.numel() == 1 and each.grad.isnan().item())
+        ]
 
     @property
     def must_be_shared(self) -> bool:
@@ -310,3 +322,10 @@ class UpdatedValues(Values):
                 f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
             )
         super().ready()
+
+
+def _take_off(marks: dict[nn.Parameter, tuple]):
+    """Parameters that outlive their bucket have no gradient."""
+    for parameter, (mark, _) in marks.items():
+        if parameter.grad is mark:
+            parameter.grad = None
