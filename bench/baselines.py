@@ -52,7 +52,9 @@ def multiplication(problem: Problem) -> Callable:
         if bias is not None and adds_bias:
             try:
                 return scaled(x, scale, bias)
-            except RuntimeError:
+            except RuntimeError as error:
+                if "CUBLAS_STATUS_NOT_SUPPORTED" not in str(error):
+                    raise
                 adds_bias = False
         return scaled(x, scale) if bias is None else scaled(x, scale) + bias
 

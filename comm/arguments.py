@@ -50,9 +50,9 @@ def check_tensors(operation: str, **operands):
 def check_dense(operation: str, **operands):
     """Raise TypeError for operands, by name, that are no tensors or are sparse or nested ones."""
     check_tensors(operation, **operands)
+    if torch.compiler.is_compiling():
+        return  # dynamo can't read a layout in a backward
     for name, value in operands.items():
-        if torch.compiler.is_compiling():
-            continue  # dynamo can't read a layout in a backward
         if getattr(value, "is_nested", False):
             raise TypeError(f"{operation}: {name} must be one tensor, not a nested one; pass each of its parts")
         if getattr(value, "layout", torch.strided) is not torch.strided:

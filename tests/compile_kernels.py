@@ -574,7 +574,7 @@ def run_case(name: str, describe=None) -> dict:
     # Else of rows that TMA can't take, by pointers.
     staged = case is not None and case.label.startswith("staged")
     for module in (fused, gemm, choice):
-        module.stages = lambda dtype, gpu=None: staged
+        module.stages_rows = lambda dtype, gpu=None: staged
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = {each for each in _compiled if not staged or each.name != "copy_rows_kernel"}

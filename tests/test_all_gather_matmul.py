@@ -75,7 +75,7 @@ def test_all_gather_matmul_stages_rows_that_tma_can_not_take(ctx, transport):
         want, whole = reference(ctx, x, w, bias, "relu").to(dtype), tkernels.all_gather(x, rows=rows, ctx=ctx)
         call = functools.partial(tkernels.all_gather_matmul, x, w, rows=rows, ctx=ctx, path="fused")
         poison_workspace(ctx)
-        with staged_rows(), launches() as launched:
+        with staged_rows(ctx), launches() as launched:
             out, into = want.new_full(want.shape, math.nan), whole.new_full(whole.shape, math.nan)
             into[sum(rows[: ctx.rank]) :][: len(x)] = x
             assert torch.equal(y := call(bias, "relu"), want) and y.is_contiguous(), (N, K)
@@ -98,14 +98,12 @@ def test_all_gather_matmul_reads_staged_rows_by_tma_whatever_was_tuned(ctx, monk
     w = beyond[:K].copy_(w.t()).t()
     tuned = OverlapConfig(GemmConfig(32, 32, 32, split=1, use_tma=False), chunk_rows=32, num_comm=1)
     monkeypatch.setattr(choice.Choices, "found", lambda *_: tuned)
-    choice.forget_calls(ctx)
     choice.choices_of(ctx).clear()
-    with staged_rows(), launches() as launched:
+    with staged_rows(ctx), launches() as launched:
         y = tkernels.all_gather_matmul(x, w, rows=rows, ctx=ctx, path="fused")
     assert torch.equal(y, reference(ctx, x, w).bfloat16())
     assert "all_gather_matmul_kernel" in [name for name, *_ in launched]
     choice.choices_of(ctx).clear()
-    choice.forget_calls(ctx)
 
 
 @pytest.mark.ranks(2)
@@ -114,10 +112,10 @@ def test_all_gather_matmul_of_staged_rows_has_gradients_and_takes_several_weight
     x, w, _ = operands(ctx, integers, rows, N, K, torch.bfloat16, 1)
     other = integers((9, K), torch.bfloat16, 5, device=ctx.device)
     want = [reference(ctx, x, each).bfloat16() for each in (w, other)]
-    grads = []
-    for staging in (contextlib.nullcontext, staged_rows):
+    grads, copies = [], []
+    for staging in (contextlib.nullcontext(), staged_rows(ctx)):
         x, w, other = (each.detach().requires_grad_() for each in (x, w, other))
-        with staging():
+        with staging, launches() as launched:
             ys, gathered = tkernels.all_gather_matmul(
                 x, [w, other], return_gathered=True, rows=rows, ctx=ctx, path="fused"
             )
@@ -125,7 +123,9 @@ def test_all_gather_matmul_of_staged_rows_has_gradients_and_takes_several_weight
         assert all(torch.equal(*each) for each in zip(ys, want, strict=True))
         assert torch.equal(gathered, tkernels.all_gather(x.detach(), rows=rows, ctx=ctx))
         grads.append([each.grad for each in (x, w, other)])
+        copies.append([name for name, *_ in launched].count("copy_rows_kernel"))
     assert all(torch.equal(*each) for each in zip(*grads, strict=True))
+    assert copies[1] >= 4 and (copies[0] == 0 or ctx.device.type == "cuda")  # x and w, dy and w, at least
 
 
 @pytest.mark.ranks(2)

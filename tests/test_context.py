@@ -113,8 +113,8 @@ def test_simulated_memory_has_no_name_in_the_file_system(ctx):
     if ctx.runtime != "simulated":
         pytest.skip("the nvshmem runtime and NCCL have files of their own")
     check_gather(ctx)
-    with open("/proc/self/maps") as maps:
-        assert not [line for line in maps if "/dev/shm" in line]
+    with open("/proc/self/maps") as maps:  # other packages, once imported, hold named semaphores
+        assert not [line for line in maps if "/dev/shm" in line and "/dev/shm/sem." not in line]
     opened = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     assert not [path for path in opened if os.path.lexists(path) and "/dev/shm" in os.readlink(path)]
 

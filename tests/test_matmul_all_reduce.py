@@ -6,16 +6,15 @@ import itertools
 import pytest
 import torch
 from transports import (
+    assert_stages,
     every_path,
     every_transport,
     every_transport_if_exhaustive,
     fewer,
     late,
-    launches,
     memory_that_kernels_get,
     over,
     poison_workspace,
-    staged_rows,
 )
 
 import tkernels
@@ -81,16 +80,7 @@ def test_matmul_all_reduce_stages_rows_that_tma_can_not_take(ctx, transport):
         x = x.t().contiguous().t() if turned else x
         want = reference(ctx, x, w, bias, "relu").to(dtype)
         call = functools.partial(tkernels.matmul_all_reduce, x, w, bias, "relu", ctx=ctx, path="fused")
-        poison_workspace(ctx)
-        with staged_rows(), launches() as launched:
-            assert torch.equal(y := call(), want) and y.is_contiguous(), (N, K)
-            wide = call(out_dtype=torch.float32)
-            assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), want)
-            lossy = call(wire_dtype=torch.float8_e4m3fn)
-        assert torch.equal(lossy, call(wire_dtype=torch.float8_e4m3fn))  # of other rows
-        kernels = [name for name, *_ in launched]
-        copied = kernels.count("copy_rows_kernel") / kernels.count("matmul_reduce_kernel")
-        assert copied == (K % 8 > 0) + (N % 8 > 0) + ((N if transposed else K) % 8 > 0), (N, K)
+        assert_stages(ctx, call, want, (K % 8 > 0) + (N % 8 > 0) + ((N if transposed else K) % 8 > 0))
 
 
 @pytest.mark.ranks(2)

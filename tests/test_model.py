@@ -229,6 +229,7 @@ DEFAULT = OverlapConfig(GemmConfig(group_m=16, num_stages=4), num_comm=12, landi
             replace(PROBLEM, operation=AR, mapped=False),
             "ranks: the copy engine and stores reach no other machine",
         ),
+        ({"use_tma": False, "num_stages": 3}, PROBLEM, "alignment: calls that choose for themselves read all"),
         ({"block_k": 32}, replace(PROBLEM, layout="pointers"), "alignment: without TMA descriptors"),
         ({"block_k": 16}, replace(PROBLEM, dtype=FP32), "registers: fp32 without tensor cores"),
         ({"block_n": 128}, replace(PROBLEM, N=64), "size: 64 columns would leave half of a tile of 128 empty"),

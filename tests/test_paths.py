@@ -9,8 +9,8 @@ from transports import over, simulated_only
 import tkernels
 from tkernels import paths
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gpus import GPUS
-from tkernels.model import plain_limit
+from tkernels.gpus import GPUS, H200, SIMULATED, stages_rows
+from tkernels.model import default_config, plain_limit
 from tkernels.testing.compare import integers, normal
 
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -61,6 +61,17 @@ def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
                 assert "instead of" not in rule(operation, 8192, size, width=width, gpu=gpu).reason, gpu
         for gpu in GPUS.values():
             assert rule(operation, 8192, size, gpu=gpu).path == "fused", gpu
+
+
+def test_fused_sizes_are_those_of_whole_vectors_where_rows_are_staged():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, dtype, H200) == (5, 50264, 32)
+        for operation in OPERATIONS[1:]:
+            assert paths.fused_sizes(operation, 5, 50257, 31, dtype, H200) == (5, 50264, 31)
+    for dtype, gpu in ((torch.float32, H200), (torch.bfloat16, SIMULATED)):
+        assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, dtype, gpu) == (5, 50257, 31)
+    for gpu in GPUS.values():  # where TMA is not what tiles use by rule, nothing may count on its zeros
+        assert stages_rows(torch.bfloat16, gpu) == default_config(8192, 8192, torch.bfloat16, gpu=gpu).use_tma, gpu
 
 
 def test_explain_says_who_multiplies_a_local_product_and_why(rule, monkeypatch):

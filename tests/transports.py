@@ -211,8 +211,9 @@ def multiplied_by(monkeypatch, way: str):
 
 
 @contextlib.contextmanager
-def staged_rows():
+def staged_rows(ctx):
     """Fused operations stage rows that TMA can't take, as on GPUs; what copies have around them is NaN."""
+    choice.forget_calls(ctx)  # which were prepared without
     empty = staging.Rows.empty
 
     def poisoned(rows, device):
@@ -222,10 +223,27 @@ def staged_rows():
 
     with contextlib.ExitStack() as stack:
         for module in (gemm, fused, choice):
-            stack.enter_context(mock.patch.object(module, "stages", lambda dtype, gpu=None: dtype.itemsize == 2))
+            stack.enter_context(mock.patch.object(module, "stages_rows", lambda dtype, gpu=None: dtype.itemsize == 2))
         stack.enter_context(mock.patch.object(staging.Rows, "empty", poisoned))
         stack.enter_context(poisoned_memory())
         yield
+    choice.forget_calls(ctx)
+
+
+def assert_stages(ctx, call, want, copied: int):
+    """Collective. A reduction that stages so many matrices is exact, and sends in FP8 what it does without staging."""
+    poison_workspace(ctx)
+    with staged_rows(ctx), launches() as launched:
+        assert torch.equal(y := call(), want) and y.is_contiguous()
+        wide = call(out_dtype=torch.float32)
+        assert wide.dtype == torch.float32 and torch.equal(wide.to(want.dtype), want)
+        lossy = call(wire_dtype=torch.float8_e4m3fn)
+    kernels = [name for name, *_ in launched]
+    assert kernels.count("matmul_reduce_kernel") == 3 and kernels.count("copy_rows_kernel") == 3 * copied
+    if ctx.device.type == "cpu":  # where rows are not staged otherwise
+        with launches() as launched:
+            assert torch.equal(lossy, call(wire_dtype=torch.float8_e4m3fn))
+        assert "copy_rows_kernel" not in [name for name, *_ in launched]
 
 
 @contextlib.contextmanager

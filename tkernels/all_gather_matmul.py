@@ -30,7 +30,7 @@ from tkernels.comm.mail import Mail, all_arrived, begin_mail, end_mail, parity, 
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, mark
 from tkernels.comm.workspace import Inbox
 from tkernels.configs import OverlapConfig, result_dtype
-from tkernels.fused import VECTOR_BYTES, FusedCall
+from tkernels.fused import FusedCall
 from tkernels.gemm import (
     Matrix,
     Operand,
@@ -66,7 +66,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul
-from tkernels.staging import Rows
+from tkernels.staging import VECTOR_BYTES, Rows
 from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
@@ -286,7 +286,7 @@ class AllGatherMatmul(FusedCall):
     def shared(self, ctx: Context, x, w, bias, out, gathered, scales=None) -> dict:
         travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
-        same |= {"staged, by use_tma": self.stages(x)}
+        same |= {"staged, by use_tma": self.stages_rows(x)}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
     def checked(self, ctx: Context, x, w, out, gathered, scales=None) -> "AllGatherMatmul":
@@ -348,7 +348,7 @@ class AllGatherMatmul(FusedCall):
         # Flattened and back: contiguous() keeps a dimension of size 1 at any stride, but kernels assume rows of K.
         x = x.contiguous().view(-1).view(x.shape)
         wide = Rows.of(x, VECTOR_BYTES)
-        if not self.stages(x) or wide.stride == x.shape[1] and x.data_ptr() % VECTOR_BYTES == 0:
+        if not self.stages_rows(x) or wide.stride == x.shape[1] and x.data_ptr() % VECTOR_BYTES == 0:
             return x, lambda x: x.contiguous()
         shape, copy = (x.shape[0], wide.stride), wide.plan_copy(x) if x.numel() else lambda source, target: None
 

@@ -20,7 +20,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import GemmConfig, OverlapConfig, name_of
-from tkernels.gpus import GPU, SIMULATED, gpu_here, stages
+from tkernels.gpus import GPU, SIMULATED, gpu_here, stages_rows
 from tkernels.model import Prediction, Problem
 
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
@@ -167,7 +167,7 @@ def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | 
     """A tuned configuration in the wire format by rule; None where it can't be sent, or hasn't the programs."""
     if config is None:
         return None
-    if stages(problem.dtype, problem.gpu):  # rows that are staged are TMA's to read
+    if stages_rows(problem.dtype, problem.gpu):  # rows that are staged are TMA's to read
         config = replace(config, gemm=replace(config.gemm, use_tma=True))
     wire, available = model.wire_of(problem), min(problem.programs, config.max_programs or problem.programs)
     tile_by_tile = config.interleaved and problem.mapped and not problem.whole_chunks

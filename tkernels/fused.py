@@ -15,13 +15,11 @@ from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
 from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, staging
-from tkernels.gpus import stages
+from tkernels.gpus import stages_rows
 from tkernels.overlap import check_mapped
 from tkernels.partials import check_scaled_slices, with_scaled_slices
 from tkernels.paths import choose_path
-from tkernels.staging import Rows
-
-VECTOR_BYTES = 16  # that rows are multiples of, for TMA
+from tkernels.staging import VECTOR_BYTES, Rows
 
 
 class FusedCall(NamedTuple):
@@ -62,13 +60,13 @@ class FusedCall(NamedTuple):
         call = call._replace(path=path)
         carry_out = call.without_sending(ctx, x, w, bias, *results)
         if carry_out is None:
-            how = call.plain if path == "plain" else call.staged if self.stages(x) else call.fused
+            how = call.plain if path == "plain" else call.staged if self.stages_rows(x) else call.fused
             carry_out = how(ctx, x, w, bias, *results)
         return carry_out
 
-    def stages(self, x) -> bool:
+    def stages_rows(self, x) -> bool:
         """Whether rows of any length are made rows that TMA can take. All ranks' are, where one's are."""
-        return stages(x.dtype) and (self.config is None or self.config.gemm.use_tma)
+        return stages_rows(x.dtype) and (self.config is None or self.config.gemm.use_tma)
 
     def staged(self, ctx: Context, x, w, bias, out, *others):
         """`fused`, where the rows of w and of y are made whole 16 bytes; those of x are its own business.

@@ -26,7 +26,7 @@ from tkernels.comm.arguments import check_dense, check_out, check_resolved, chec
 from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
-from tkernels.gpus import GPU, gpu_here, stages
+from tkernels.gpus import GPU, gpu_here, stages_rows
 from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, Rows
@@ -354,7 +354,7 @@ def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
 
 def fused_layout(x: torch.Tensor, w: torch.Tensor, gpu: GPU | None = None) -> str:
     """The layout of a fused operation's operands as they are multiplied, staged or not."""
-    return orientation_of(x, w) if stages(x.dtype, gpu) else layout_of(x, w)
+    return orientation_of(x, w) if stages_rows(x.dtype, gpu) else layout_of(x, w)
 
 
 def alignment_of(*matrices: torch.Tensor) -> int:

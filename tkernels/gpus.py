@@ -200,7 +200,7 @@ def row_of(capability: tuple[int, int]) -> GPU:
     return max((gpu for gpu in GPUS.values() if gpu.capability <= capability), key=lambda gpu: gpu.capability)
 
 
-def stages(dtype: torch.dtype, gpu: GPU | None = None) -> bool:
+def stages_rows(dtype: torch.dtype, gpu: GPU | None = None) -> bool:
     """Whether fused operations take operands of any rows into rows that TMA can take: in 16 bits, where they use TMA.
 
     gpu: None: this process's. Consumer Blackwell has TMA, but tiles by rule don't use it (model.default_config). The

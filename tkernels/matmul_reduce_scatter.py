@@ -480,7 +480,7 @@ class MatmulReduceScatter(FusedCall):
         same |= {"bias": bias is not None, "activation": self.activation, "out_dtype": self.out_dtype or usual}
         same |= {"wire_dtype": self.wire_dtype or usual, "path": self.path}
         same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
-        same |= {"staged, by use_tma": self.stages(x)}
+        same |= {"staged, by use_tma": self.stages_rows(x)}
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
     def checked(self, ctx: Context, x, w, out, scales=None) -> "MatmulReduceScatter":
@@ -538,7 +538,7 @@ class MatmulReduceScatter(FusedCall):
         x = x.contiguous().view(-1).view(x.shape) if straighten else x  # of K = 1 contiguous() keeps the strides
         outbox_shape, shape = (M - rows[ctx.rank], elements_of(N, wire_dtype)), (M if gather else rows[ctx.rank], N)
         y = check_result(self.operation, out, x, shape, out_dtype)
-        x, stage = staging(x) if self.stages(x) else (x, None)
+        x, stage = staging(x) if self.stages_rows(x) else (x, None)
         config = self.configured(ctx, x, w, max(wire_dtype, out_dtype, key=lambda each: each.itemsize))
         gemm = config.gemm
         peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]

@@ -28,7 +28,7 @@ from tkernels import configs
 from tkernels.comm.mail import MAX_LOOK
 from tkernels.comm.runtime import HOPPER
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, Wire, result_dtype
-from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
+from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here, stages_rows
 from tkernels.waves import end_of, plan_waves
 
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -363,6 +363,8 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
         return f"ranks: by rule chunks have {wire.chunk_rows} rows, and land: {wire.landing}"
     if config.interleaved and not reduces:
         return "operation: only reductions are interleaved"
+    if not gemm.use_tma and stages_rows(problem.dtype, problem.gpu):
+        return "alignment: calls that choose for themselves read all rows by TMA, staged ones too"
     if (config.landing or config.interleaved) and not problem.mapped:
         return "ranks: the copy engine and stores reach no other machine"
     return None

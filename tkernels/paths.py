@@ -25,8 +25,9 @@ from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import Regions, round_up
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product
-from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages
+from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages_rows
 from tkernels.model import PLAIN_BYTES, sent_dtype
+from tkernels.staging import VECTOR_BYTES
 
 PATHS = ("fused", "plain")
 MULTIPLIED = dict(kernel="by our kernel", staged="with copies in wider rows", library="by torch's matmul")
@@ -140,13 +141,14 @@ def fused_sizes(
     operation: str, M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None
 ) -> tuple[int, int, int]:
     """The sizes of a local GEMM as a fused operation computes it, in rows of whole 16 bytes where it stages them."""
-    if not stages(dtype, gpu):
+    if not stages_rows(dtype, gpu):
         return M, N, K
-    return M, round_up(N, 8), round_up(K, 8) if operation == "all_gather_matmul" else K
+    vector = VECTOR_BYTES // dtype.itemsize
+    return M, round_up(N, vector), round_up(K, vector) if operation == "all_gather_matmul" else K
 
 
 def usual_layout(M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None) -> str:
-    """The layout of contiguous x [M, K] and w [N, K] in a fused operation; gpu: as for `stages`.
+    """The layout of contiguous x [M, K] and w [N, K] in a fused operation; gpu: as for `stages_rows`.
 
     Raises ValueError for a K that FP8 can't have.
     """
@@ -209,7 +211,7 @@ def by_rule(
     num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size, dtype)
     if num_bytes <= limit:
         return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
-    alignment = 16 if stages(dtype, gpu) else math.gcd(row_bytes, 16)
+    alignment = 16 if stages_rows(dtype, gpu) else math.gcd(row_bytes, 16)
     pays = model.features_that_pay(operation, size, dtype, precision, alignment, gpu)
     if pays < model.FEATURES:
         what = "fp32" if precision == "ieee" else precision
@@ -220,8 +222,8 @@ def by_rule(
             f"of a rank, and layers have more",
         )
     wider = ""
-    if row_bytes % 16 and stages(dtype, gpu):
-        wider = f", in rows of {round_up(row_bytes, 16)} instead of {row_bytes} bytes"
+    if row_bytes % VECTOR_BYTES and stages_rows(dtype, gpu):
+        wider = f", in rows of {round_up(row_bytes, VECTOR_BYTES)} instead of {row_bytes} bytes"
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies{wider}")
 
 
@@ -264,7 +266,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
     """
     (M, _), N, out_dtype = x.shape, w.shape[0], call.out_dtype
-    shape = (M if call.gather else call.rows[ctx.rank], N)
+    shape = call.result_shape(ctx, x, w)
     y = check_result(call.operation, out, x, shape, out_dtype)
     separate = bias is not None or call.activation is not None
     partial, sums = _scratch(ctx, ((M, N), call.wire_dtype), (shape if separate else (0,), torch.float32))

@@ -14,6 +14,7 @@ import triton.language as tl
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import round_up
 
+VECTOR_BYTES = 16  # of which rows are multiples that TMA takes
 ROW_BYTES = 128  # of which rows are multiples: a box of TMA's then reads whole lines of the cache
 SECTOR = 32  # bytes that the cache reads at least
 ELEMENTS, MOST_COLUMNS = 8192, 2048  # of a program
