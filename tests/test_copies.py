@@ -129,7 +129,8 @@ def test_all_programs_send_between_the_steps_of_their_products(ctx, landing):
             poison_workspace(ctx)
             with poisoned_memory(), launches() as launched:
                 got = interleaved(ctx, name, x, w, landing=landing, **options(name, rows))
-            assert [arguments["INTERLEAVED"] for _, _, arguments in launched] == [True]
+            sent = [arguments["INTERLEAVED"] for _, _, arguments in launched if "INTERLEAVED" in arguments]
+            assert sent == [True]  # besides the copies of rows that TMA can't take
             results.append((got, want, name, rows))
     for got, want, *case in results:
         assert torch.equal(got, want), case
@@ -275,7 +276,7 @@ def test_a_peer_that_never_calls_is_named_and_copies_come_to_an_end(ctx, name):
 def test_one_program_suffices(ctx):
     alone = over(ctx, ctx.transport, num_programs=1)
     x, w, want = operands(alone, RS, (20, 20), 16, 32, torch.float32, 1)
-    with pytest.raises(ValueError, match="num_comm=1 leaves no program that computes, of num_programs=1;"):
+    with pytest.raises(ValueError, match="comm programs: of one program none is left that mult.*use path='plain'"):
         tkernels.matmul_reduce_scatter(x, w, ctx=alone, path="fused")
     for way in (by_copies, interleaved):
         assert torch.equal(way(alone, RS, x, w), want)

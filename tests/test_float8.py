@@ -42,7 +42,7 @@ def full(t):
 
 def decibels(got, want) -> float:
     """The signal-to-noise ratio of a result."""
-    got, want = full(got), want.detach().double()
+    got, want = full(got), full(want)
     assert got.shape == want.shape
     return (10 * torch.log10(want.square().sum() / (got - want).square().sum())).item()
 

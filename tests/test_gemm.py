@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import launches
+from transports import launches, reduced_precision
 
 from tkernels import choice, gemm, matmul, staging
 from tkernels.comm import runtime
@@ -424,16 +424,11 @@ def test_float32_is_multiplied_as_precisely_as_torch_is_told_by_any_of_its_switc
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_matmul_by_torch_sums_as_torchs_switches_say(by_library, dtype):
     """Few tiles and a deep K, which cuBLAS splits: with partial sums in 16 bits, and in fp32, bit for bit as torch."""
-    switch, name = torch.backends.cuda.matmul, f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}"
     x, w = (normal((rows, 30_000), dtype, seed=rows, device=DEVICE) for rows in (36, 70))
     for allowed in (True, False):
-        before = getattr(switch, f"{name}_reduced_precision_reduction")
-        setattr(switch, f"{name}_reduced_precision_reduction", allowed)
-        try:
+        with reduced_precision(allowed):
             y = matmul(x, w)
             if x.is_cuda:
                 assert torch.equal(y, x @ w.t())
             else:  # where the switches say nothing
                 assert_close_to(y, matmul_reference(x, w), terms=30_000)
-        finally:
-            setattr(switch, f"{name}_reduced_precision_reduction", before)

@@ -1,6 +1,7 @@
 """Which path an operation takes, what it says about it, and what the plain one leaves behind."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import tkernels
 from tkernels import paths
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gpus import GPUS, H200, SIMULATED, stages_rows
-from tkernels.model import default_config, plain_limit
+from tkernels.model import PROGRAMS, Problem, choose, default_config, plain_limit
 from tkernels.testing.compare import integers, normal
 
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -176,3 +177,15 @@ def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_o
     assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
     ctx.barrier()
     ctx.free(gathered)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("M", [40, 8192])
+def test_explain_of_one_program_refuses_what_a_program_beside_would_send(operation, M):
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = Problem(operation, M, 64, 64, dtype, ranks=2, programs=1)
+        plain, *others = paths.ways_of(problem, "plain")
+        refused = {way.name: way.refused for way in others if way.refused}
+        assert plain.name == "plain" and refused[PROGRAMS] == "of one program none is left that multiplies"
+        with pytest.raises(ValueError, match=f"{operation}: nothing can send .* comm programs: of one program none"):
+            choose(replace(problem, gpu=SIMULATED))

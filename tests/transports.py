@@ -189,14 +189,28 @@ def without_launches(context, as_if_captured=False):
 
 
 @contextlib.contextmanager
-def tf32(allowed: bool):
-    """torch's switch for the block; a monkeypatch would try to delete it afterwards."""
+def switched(**switches):
+    """Switches of torch.backends.cuda.matmul for the block; a monkeypatch would try to delete them afterwards."""
     matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, allowed
+    before = {name: getattr(matmul, name) for name in switches}
     try:
+        for name, value in switches.items():
+            setattr(matmul, name, value)
         yield
     finally:
-        matmul.allow_tf32 = before
+        for name, value in before.items():
+            setattr(matmul, name, value)
+
+
+def tf32(allowed: bool):
+    return switched(allow_tf32=allowed)
+
+
+def reduced_precision(allowed: bool):
+    """Whether cuBLAS may round partial sums of 16-bit operands, where it splits K (tkernels/library.py)."""
+    return switched(
+        allow_bf16_reduced_precision_reduction=allowed, allow_fp16_reduced_precision_reduction=allowed
+    )  # fmt: skip
 
 
 def multiplied_by(monkeypatch, way: str):

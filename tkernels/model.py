@@ -231,8 +231,9 @@ def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
     Of equal predictions the first one counts.
     """
     wire, gemm, programs, gpu = wire_of(problem), _tiles(problem), problem.programs, problem.gpu
+    alone = "of one program none is left that multiplies" if programs == 1 else None
     if gpu is SIMULATED:
-        return {PROGRAMS: OverlapConfig(gemm, wire.chunk_rows, max(min(2, programs - 1), 1), put_block=4096)}
+        return {PROGRAMS: alone or OverlapConfig(gemm, wire.chunk_rows, min(2, programs - 1), put_block=4096)}
     # As many comm programs as saturate the link; in a reduction no more than sending needs, as one is idle until there
     # are tiles to send.
     product_s = gpu.seconds(problem.M * problem.N * problem.K, problem.dtype) / programs
@@ -246,7 +247,7 @@ def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
         max_registers=None if problem.dtype != FP32 and gpu.capability == HOPPER else 255,
     )  # fmt: skip
     found = {COPY_ENGINE: _copied(problem, config), INTERLEAVED: _interleaved(problem, config, product_s)}
-    found[PROGRAMS] = config
+    found[PROGRAMS] = alone or config
     if wire.landing:
         few = min(math.ceil(LANDING_SPARE * needed), LANDING_SENDERS, programs // 4)
         if problem.gathers or few < 1:
@@ -585,6 +586,12 @@ def features_that_pay(
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem) -> OverlapConfig:
-    """The configuration by the model: the candidate with the least predicted time."""
+    """The configuration by the model: the candidate with the least predicted time.
+
+    Raises ValueError if there is none.
+    """
     found = candidates(problem)
+    if not found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in ways(problem).items())
+        raise ValueError(f"{problem.operation}: nothing can send beside a GEMM here: {reasons}; use path='plain'")
     return found[0] if len(found) == 1 else min(found, key=lambda config: predict(problem, config).seconds)
