@@ -34,6 +34,7 @@ from tkernels.comm import WaitTimeoutError, copies, device, interpreter, mail
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
+from tkernels.gemm import layout_of
 from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference, matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
 
@@ -278,8 +279,10 @@ def test_one_program_suffices(ctx):
     x, w, want = operands(alone, RS, (20, 20), 16, 32, torch.float32, 1)
     with pytest.raises(ValueError, match="comm programs: of one program none is left that mult.*use path='plain'"):
         tkernels.matmul_reduce_scatter(x, w, ctx=alone, path="fused")
-    for way in (by_copies, interleaved):
-        assert torch.equal(way(alone, RS, x, w), want)
+    by_rule = overlap_config(ctx, RS, 40, *w.shape, x.dtype, layout_of(x, w))
+    for sender in ({"landing": True}, {"interleaved": True, "split_tiles": None}):
+        config = dataclasses.replace(by_rule, copy_rows=None, num_comm=0, **sender)
+        assert torch.equal(tkernels.matmul_reduce_scatter(x, w, config=config, ctx=alone), want)
     assert torch.equal(tkernels.matmul_reduce_scatter(x, w, ctx=alone), want)
     choice = tkernels.explain("matmul_reduce_scatter", 40, 16, 64, torch.float32, ctx=alone)
     assert str(choice) == "plain: num_programs=1 leaves no program that multiplies while another one sends"
