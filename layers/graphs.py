@@ -25,7 +25,8 @@ def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
     The side streams fork from the capture's stream and join it at the end; nodes that autograd kept from a warm-up on
     other streams follow it. Every replay records one external event, which stands for all work of the graph on the
     slots: the next user of a slot waits for it. `replay` in turn orders the current stream after the work launched on
-    the slots before; a bare g.replay() does not. A capture that fails leaves the slots as if they had never been used.
+    the slots and on the side streams before, and these streams after the graph; a bare g.replay() does neither. A
+    capture that fails leaves the slots as if they had never been used.
 
     Raises LeaseError for a slot with an open lease, at the start or at the end of the capture.
     """
@@ -40,10 +41,15 @@ def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
             slot.gate.add(done)
 
     def replay():
+        stream = dev.current_stream()
         for slot in slots:
             slot.join()
+        for side in streams:  # a comm stream, and its workspace, are other models' too
+            stream.wait_event(side.record_event())
         graph.cuda_graph.replay()
         leave()
+        for side in streams:
+            done.wait(side)
 
     try:
         with following(), graph:

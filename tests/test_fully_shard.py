@@ -36,7 +36,14 @@ from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
-from tkernels.layers import ParallelMLP, captured, gather_state_dict, load_full_state_dict, sharded_state_dict
+from tkernels.layers import (
+    OverlappedDDP,
+    ParallelMLP,
+    captured,
+    gather_state_dict,
+    load_full_state_dict,
+    sharded_state_dict,
+)
 from tkernels.layers.data_parallel import engine, layout
 from tkernels.layers.data_parallel.engine import State, unit_of
 from tkernels.layers.data_parallel.fsdp import FullyShard
@@ -1198,3 +1205,19 @@ def test_fully_shard_in_a_graph_gives_the_eager_bits(ctx):
     ctx.check()
     torch.cuda.synchronize()
     ctx.group.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_of_model_after_model_takes_one_workspace(ctx):
+    """And OverlappedDDP beside it: contexts keep what each stream's calls have needed."""
+    streams, held = [], []
+    for _ in range(3):
+        model = shard(ctx, hybrid(ctx))
+        train_steps(model, adam(model), batches(ctx, 1), functools.partial(own, ctx), clip=None)
+        ddp = OverlappedDDP(hybrid(ctx), mesh=ctx)
+        ddp(batches(ctx, 1)[0]).square().sum().backward()
+        streams += [unit_of(model).engine.comm_stream, ddp.comm_stream]
+        held.append((len(ctx._workspaces), ctx.heap.held_bytes))
+        ddp.remove()
+    assert all(stream is streams[0] for stream in streams)
+    assert held[1:] == held[:-1]

@@ -49,7 +49,7 @@ from tkernels.layers.data_parallel.layout import in_buckets
 from tkernels.layers.data_parallel.norms import counts, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
-from tkernels.layers.data_parallel.wire import Wire, open_wire
+from tkernels.layers.data_parallel.wire import Wire, open_wire, stream_beside
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_partial, is_split
@@ -85,8 +85,8 @@ class OverlappedDDP(nn.Module):
     average: divide by R, fp16 before the sum and other dtypes after it. Otherwise gradients are the sum over ranks.
     grad_dtype: dtype of `main_grad`, in which gradients are added up and summed over ranks; default: the parameter's.
         If it differs, `.grad` is a copy of the sum in the parameter's dtype, as torch's optimizers require.
-    comm_stream: default: a new one. dev: the module that provides streams; default: torch's module of the parameters'
-        device.
+    comm_stream: default: that of all data parallelism over these ranks. dev: the module that provides streams; default:
+        torch's module of the parameters' device.
 
     A gradient is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
     `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of `no_sync` reduces: all ranks
@@ -160,7 +160,7 @@ class OverlappedDDP(nn.Module):
 
         dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
         self.module, self.dev, self.sharded = module, dev, sharded
-        self.comm_stream = dev.Stream() if comm_stream is None else comm_stream
+        self.comm_stream = stream_beside(whole.ctx, dev) if comm_stream is None else comm_stream
         self.overlap_param_gather = overlap_param_gather
         self.levels = Levels(whole, sharded, num_distributed_optimizer_instances, average)
         self.buckets = [

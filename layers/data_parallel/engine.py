@@ -49,6 +49,7 @@ from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.backward import Backward, backward_id, backward_runs
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup
 from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
+from tkernels.layers.data_parallel.wire import stream_beside
 from tkernels.layers.lease import Keepalive, Lease, Slot
 
 KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # leaves of outputs; any other type may hide tensors
@@ -113,7 +114,7 @@ class Engine:
             unit.engine, unit.name, unit.contains = self, name or "root", bool(inside)
         self.device = root.device
         self.dev = device_module(self.device)
-        self.comm_stream = self.dev.Stream() if root.options.overlap else None
+        self.comm_stream = stream_beside(root.ranks.contexts[0], self.dev) if root.options.overlap else None
         self.pool: MaxPoolAllocator | None = None
         self._kinds, self.sharing = None, set()  # of groups, by dtype; the units that take turns in the pool
         self._weight_slot = Slot(dev=self.dev, name="sharded parameters")

@@ -1,6 +1,7 @@
 """Wire: in-place sums and gathers on the current stream, by this library's collectives or torch.distributed's."""
 
 import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,22 @@ def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wir
     raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
 
 
+def stream_beside(ctx: Context | None, dev):
+    """The stream on which all models' gradients are summed and parameters gathered over these ranks; None: a new one.
+
+    One, since a context keeps a workspace for each stream of its operations, and models come and go in a process.
+    """
+    if ctx is None:
+        return dev.Stream()
+    streams = _streams.setdefault(ctx, {})
+    if dev not in streams:
+        streams[dev] = dev.Stream()
+    return streams[dev]
+
+
+_streams = weakref.WeakKeyDictionary()  # context -> module of streams -> stream
+
+
 def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None) -> torch.Tensor:
     """Collective. What `sum_up` makes of `buffer`, divided, in `out` or in place. The buffer is used up.
 
@@ -56,6 +73,7 @@ class Wire:
 
     def __init__(self, group: Group):
         self.group, self.rank, self.size = group, group.rank, group.size
+        self.ctx = None
 
     def check(self, what: str, parameter: torch.Tensor, dtype: torch.dtype):
         """Raises TypeError or ValueError unless the parameter's gradient can be summed, in this dtype, where it is.

@@ -15,6 +15,7 @@ import tkernels
 from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import as_context
+from tkernels.layers.data_parallel.wire import stream_beside
 from tkernels.layers.doors import log_once
 from tkernels.layers.lease import Lease
 
@@ -94,7 +95,7 @@ class _Comm:
     """An object of FSDP2's interface. before: the one whose place it takes, which has the calls that ours can't."""
 
     def __init__(self, contexts: _Contexts, before):
-        self.contexts, self.before, self.stream = contexts, before, None
+        self.contexts, self.before = contexts, before
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -110,11 +111,11 @@ class AllGather(_Comm):
             return None
         # FSDP2 asks on the stream that goes on to compute, and waits for what is returned.
         dev = torch.get_device_module(ctx.device)
-        self.stream = self.stream or dev.Stream()
+        stream = stream_beside(ctx, dev)
         given, gathered = Lease(input_tensor, dev=dev), Lease(output_tensor, dev=dev)
         with given.write():
             pass  # the producer is whatever this stream has launched
-        with given.read(self.stream), gathered.write(self.stream), dev.stream(self.stream):
+        with given.read(stream), gathered.write(stream), dev.stream(stream):
             tkernels.all_gather(input_tensor, out=output_tensor, ctx=ctx)
         return _Gathered(gathered)
 
