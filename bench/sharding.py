@@ -11,8 +11,8 @@ backward, clipping and the update. Each system of ours stands beside torch's of 
 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
-included, and of ours the symmetric memory that contexts have taken since it was made: what they hold for the streams of
-those before it is not its own. What NCCL allocates for itself is not included.
+included, and of ours the symmetric memory that contexts hold, which all of ours share. What NCCL allocates for itself is
+not included.
 
 Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong arguments.
 """
@@ -154,7 +154,6 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
     for _ in range(ROUNDS):
         for name, build in SYSTEMS[kind].items():
             with _alone(ctx):
-                held = _symmetric_bytes()
                 trained = Trained(ctx, build)
                 for _ in range(WARMUPS):
                     losses[name] = trained.step()
@@ -169,9 +168,9 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
                     hosts.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
                     loss.item()
                     took.append((time.perf_counter() - began) * 1e6)
-                taken = 0 if name == "torch" else _symmetric_bytes() - held
+                taken = 0 if name == "torch" else _symmetric_bytes()
                 peak = torch.cuda.max_memory_allocated() + taken if ON_GPU else 0
-                peaks[name] = max(peak, peaks.get(name, 0))  # a later one may get the stream of an earlier one
+                peaks[name] = max(peak, peaks.get(name, 0))
                 samples.setdefault(name, []).extend(took)
                 del trained, loss
     head = {"op": "sharding", "shape": kind, "layout": "TN"}
