@@ -11,8 +11,8 @@ backward, clipping and the update. Each system of ours stands beside torch's of 
 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
-included, and of ours the symmetric memory that contexts hold, which all of ours share. What NCCL allocates for itself is
-not included.
+included, and of ours the symmetric memory that contexts hold, which all of ours share. What NCCL allocates for itself
+is not included.
 
 Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong arguments.
 """
