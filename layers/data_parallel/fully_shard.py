@@ -97,7 +97,7 @@ def fully_shard(
         _refuse_options(shard_placement_fn, offload_policy, dp_mesh_dims)
         whole("fully_shard: prefetch", prefetch)
         managed = _managed_modules(modules)
-        places = _parameters_of(managed, ignored_params or set())
+        places = _parameters_of(modules, managed, ignored_params or set())
         for part in managed:
             _check_module(part)
         for name, homes in places.items():
@@ -370,10 +370,13 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
     return list(managed)
 
 
-def _parameters_of(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[str, list[tuple[nn.Module, str]]]:
+def _parameters_of(
+    modules: tuple[nn.Module, ...], managed: list[nn.Module], ignored: set[nn.Parameter]
+) -> dict[str, list[tuple[nn.Module, str]]]:
     """Name -> the places of a parameter: (module, attribute), the first one under this name."""
     names, places = {}, {}
-    paths = {part: path for module in reversed(managed) for path, part in module.named_modules()}
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)  # of which two may have a "weight"
+    paths = {part: path for path, part in root.named_modules()}
     for module in managed:
         for attribute, parameter in module._parameters.items():
             if parameter is None or parameter in ignored:
