@@ -904,9 +904,28 @@ class Dataclasses(Hybrid):
         return self.head(x.values)
 
 
+class Packing(Dense):
+    def forward(self, x):
+        return x._replace(data=super().forward(x.data))
+
+
+class Packed(Hybrid):
+    def forward(self, x):
+        x = nn.utils.rnn.pack_sequence([self.embed(x)])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.data)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "layers"), [(Towers, ()), (Apart, (3 * (Dense, Beside),)), (Dataclasses, (4 * (Wrapping,),))]
+    ("kind", "layers"),
+    [
+        (Towers, ()),
+        (Apart, (3 * (Dense, Beside),)),
+        (Dataclasses, (4 * (Wrapping,),)),
+        (Packed, (2 * (Packing,),)),
+    ],
 )
 def test_fully_shard_finds_where_each_unit_begins_and_ends(ctx, kind, layers):
     torch.manual_seed(0)

@@ -788,7 +788,12 @@ def _map(function, values):
 def _leaves(values) -> list:
     """The leaves of nested containers and dataclasses."""
     leaves = []
-    _map(leaves.append, values)
+
+    def note(leaf):
+        leaves.append(leaf)
+        return leaf  # containers that look at what is in them, as nn.utils.rnn.PackedSequence, are made again
+
+    _map(note, values)
     return leaves
 
 
