@@ -599,9 +599,13 @@ class Unit:
             call.watch_outputs(output)
         elif self.is_root and torch.is_grad_enabled():
             self.watch(output, self.engine.begin_root_backward)
-        if not self.is_root or self.reshards or backward_runs():
-            self.unuse()
-        self.engine.leave()
+        try:
+            for group in self.groups:
+                group.check_unwritten(module)
+        finally:
+            if not self.is_root or self.reshards or backward_runs():
+                self.unuse()
+            self.engine.leave()
         if self.policy.output_dtype is not None:
             return _cast(output, self.policy.output_dtype)
         return None

@@ -155,6 +155,11 @@ class Parameter:
                 self.whole.register_hook(each)
             self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
 
+    @property
+    def writes(self) -> int:
+        """Torch's count of writes to the whole parameter, since it got its memory or from some number on."""
+        return (self.whole if self.tensor_parallel is None else self.whole._local_tensor)._version
+
     def point(self, memory: torch.Tensor):
         """Make the whole parameter a view of this memory."""
         if self.tensor_parallel is None:
@@ -200,6 +205,7 @@ class ParamGroup:
         self.divisor: float | None = None
         self.id = kind
         self._shards: list[torch.Tensor] = []
+        self._writes: list[int] = []  # to the whole parameters before the module got them
         self._views, self._layouts = {}, {}
         for parameter in parameters:
             parameter.group = self
@@ -306,6 +312,17 @@ class ParamGroup:
             parameter.whole.requires_grad_(parameter.sharded.requires_grad)
             parameter.point(view)
             parameter.register(parameter.whole)
+        self._writes = [parameter.writes for parameter in self.parameters]
+
+    def check_unwritten(self, module: nn.Module):
+        """Raises TypeError if a forward has written to a whole parameter that is to be given back."""
+        for parameter, writes in zip(self.parameters, self._writes, strict=True):
+            if not self.in_place and parameter.writes != writes:
+                raise TypeError(
+                    f"fully_shard: the forward of {type(module).__name__} has written to {parameter.name}, as an "
+                    f"embedding with max_norm= does, and the write is lost with the gathered parameter; write to the "
+                    f"sharded parameter, between steps"
+                )
 
     def conceal(self):
         """Give the module the sharded parameters. A whole one that somebody has kept is empty, not another unit's."""
