@@ -123,6 +123,16 @@ def test_choose_lets_programs_send_what_a_short_product_cant_hide_and_ranks_need
 
 
 @pytest.mark.quick
+def test_choose_knows_that_few_chunks_keep_few_programs_sending():
+    """Three chunks of 128 wide rows, on two H100s in us: 308 by comm programs, 129 by the copy engine."""
+    problem = Problem(RS, 704, 32000, 400, ranks=2, gpu=H100)
+    assert choose(problem).copied
+    programs = ways(problem)[PROGRAMS]
+    assert programs.num_comm > 3 and 250e-6 < predict(problem, programs).seconds < 370e-6
+    assert 105e-6 < predict(problem, choose(problem)).seconds < 155e-6
+
+
+@pytest.mark.quick
 def test_choose_takes_the_candidate_with_the_least_prediction_and_is_cheap():
     rng, took = torch.Generator().manual_seed(0), []
     for number in range(60):

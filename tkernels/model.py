@@ -430,7 +430,8 @@ class _Launch:
         elif config.interleaved:
             self.wire_s = sent / gpu.interleaved
         else:
-            self.wire_s = sent / min(num_comm * (gpu.program if problem.gathers else gpu.reducing_program), gpu.stores)
+            senders = min(num_comm, problem.peers * -(-problem.rows // config.sent_rows))  # a send is one program's
+            self.wire_s = sent / min(senders * (gpu.program if problem.gathers else gpu.reducing_program), gpu.stores)
 
     def seconds(self) -> float:
         problem = self.problem
