@@ -135,3 +135,22 @@ def test_all_gather_matmul_and_matmul_reduce_scatter_refuse_a_dimension_that_is_
         tkernels.matmul_reduce_scatter(torch.zeros(2, 3, K, device=ctx.device), w, scatter_dim=1, ctx=ctx)
     with pytest.raises(ValueError, match=r"^matmul: x is \(\), but must be \[..., K\]"):
         tkernels.matmul(torch.zeros((), device=ctx.device), w)
+
+
+@pytest.mark.ranks(2)
+def test_all_gather_matmul_and_its_kin_name_ranks_whose_leading_dimensions_have_another_order(ctx):
+    """Of equal sizes: without a word each rank would take its peers' rows in its own order."""
+    x, w = torch.zeros(4, 4, K, device=ctx.device), torch.zeros(N, K, device=ctx.device)
+    gather, scatter, turned = tkernels.all_gather_matmul, tkernels.matmul_reduce_scatter, (x, x.view(2, 8, K))[ctx.rank]
+    by_dim = r": 0, 1; all must pass the same$"
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, compare_calls=True) as own:
+        for call, found in (
+            (lambda: gather(x, w, gather_dim=ctx.rank, ctx=own), "in gather_dim by rank" + by_dim),
+            (lambda: gather(x, [w, w], gather_dim=ctx.rank, ctx=own), "in gather_dim by rank" + by_dim),
+            (lambda: gather(x, w, gather_dim=ctx.rank, out_dtype=x.dtype, return_gathered="borrowed", ctx=own), by_dim),
+            (lambda: scatter(x, w, scatter_dim=ctx.rank, ctx=own), "in scatter_dim by rank" + by_dim),
+            (lambda: scatter(turned, w, ctx=own), r"in sizes beside it by rank: \(4,\), \(8,\)"),
+            (lambda: tkernels.matmul_all_reduce(turned, w, ctx=own), r"in sizes beside it by rank: \(4,\), \(8,\)"),
+        ):
+            with pytest.raises(tkernels.MismatchError, match=found):
+                call()

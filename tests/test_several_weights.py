@@ -128,7 +128,7 @@ def test_all_gather_matmul_of_several_weights_compiled_traced_and_under_torch_fu
     slope = torch.autograd.grad(loss(x, *ws), x, create_graph=True)[0].square().sum()
     assert torch.autograd.grad(slope, ws[0])[0].shape == ws[0].shape
     given = [bias.detach() for bias in biases if bias is not None]
-    arguments = x.detach(), [w.detach() for w in ws], given, list(BIASED), "relu", True, rows, ctx.name, None
+    arguments = x.detach(), [w.detach() for w in ws], given, list(BIASED), "relu", True, rows, ctx.name, None, [0]
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.tkernels.all_gather_matmuls(*arguments)
     real = torch.ops.tkernels.all_gather_matmuls(*arguments)

@@ -46,6 +46,7 @@ from tkernels.gemm import (
     tile_of,
 )
 from tkernels.gpus import gpu_here
+from tkernels.leading import ROWS_FIRST
 from tkernels.model import stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
@@ -286,7 +287,7 @@ class AllGatherMatmul(FusedCall):
     def shared(self, ctx: Context, x, w, bias, out, gathered, scales=None) -> dict:
         travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
-        same |= {"staged, by use_tma": self.stages_rows(x)}
+        same |= {"staged, by use_tma": self.stages_rows(x)} | self.shared_leading("gather_dim")
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
     def checked(self, ctx: Context, x, w, out, gathered, scales=None) -> "AllGatherMatmul":
@@ -468,13 +469,15 @@ class AllGatherMatmuls(NamedTuple):
     path: str | None = None
     precision: str = "ieee"
     return_gathered: bool = False
+    leading: tuple[int, ...] = ROWS_FIRST
 
     operation = "all_gather_matmul"
 
     def first(self) -> AllGatherMatmul:
         """The call of the first weight alone."""
         wanted = self.return_gathered or self.number > 1 and "borrowed"
-        return AllGatherMatmul(self.activation, self.rows, None, None, self.path, self.precision, wanted)
+        options = self.activation, self.rows, None, None, self.path, self.precision, wanted
+        return AllGatherMatmul(*options, leading=self.leading)
 
     def shared(self, ctx: Context, x, *operands) -> dict:
         return self.first().shared(ctx, x, *operands[:1], None, None, None) | {"weights": self.number}

@@ -16,6 +16,7 @@ from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
 from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, staging
 from tkernels.gpus import stages_rows
+from tkernels.leading import ROWS_FIRST
 from tkernels.overlap import check_mapped
 from tkernels.partials import check_scaled_slices, with_scaled_slices
 from tkernels.paths import choose_path
@@ -38,6 +39,8 @@ class FusedCall(NamedTuple):
     plain, fused: what `prepare` returns for a path.
 
     columns: out-features as the fused kernel computes them, more than w has where rows of y are not whole 16 bytes.
+    leading: which dimension of the caller's x comes first in the matrix, then the sizes of the other leading ones; see
+        `Leading.order`. It changes nothing here, but what ranks make of each other's rows.
     """
 
     activation: str | None = None
@@ -49,6 +52,12 @@ class FusedCall(NamedTuple):
     return_gathered: bool | str = False  # of all_gather_matmul
     wire_dtype: torch.dtype | None = None  # of the reductions
     columns: int | None = None
+    leading: tuple[int, ...] = ROWS_FIRST
+
+    def shared_leading(self, option: str) -> dict:
+        """The part of `shared` that is of `leading`. option: names the dimension."""
+        dim, *others = map(int, self.leading)
+        return {option: dim, "sizes beside it": tuple(others)}
 
     def prepare(self, ctx: Context, x, w, bias, *results):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""

@@ -12,6 +12,8 @@ import torch
 
 from tkernels.comm.arguments import check_dense
 
+ROWS_FIRST = (0,)  # the `order` of a matrix
+
 
 class Leading(NamedTuple):
     """How x [..., K] is a matrix. sizes: of its leading dimensions, dimension `dim` first. name: of the operation."""
@@ -30,6 +32,11 @@ class Leading(NamedTuple):
             raise ValueError(f"{name}: x is {tuple(x.shape)}, but must be [..., K]{names}; the last one is multiplied")
         dim %= dims
         return cls(name, dim, tuple(x.movedim(dim, 0).shape[:-1]))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """What all ranks must have alike, or the order of a peer's rows would not be this rank's."""
+        return self.dim, *self.sizes[1:]
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """x as rows of K; a copy if they don't lie in memory in that order."""

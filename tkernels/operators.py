@@ -9,7 +9,7 @@ from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, untraced, wants_gradient
 from tkernels.gemm import ACTIVATIONS, Scales, activation_reference, check_apart, multiply, precision
-from tkernels.leading import Leading
+from tkernels.leading import ROWS_FIRST, Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.torch_operators import all_gather_matmuls, ops
@@ -236,42 +236,33 @@ def all_gather_matmul(
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
     ctx, shape = as_context(ctx, "all_gather_matmul: ctx"), _shape("all_gather_matmul", x_shard_m)
+    lead, leading, given = None, ROWS_FIRST, (out, return_gathered)
     if gather_dim or len(shape) != 2:
         lead = Leading.of("all_gather_matmul", x_shard_m, "gather_dim", gather_dim)
         lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
-        into, options = lead.memory("return_gathered", return_gathered), {"out_dtype": out_dtype, "config": config}
-        options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out), "path": path, "ctx": ctx}
-        options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale, "fast_accum": fast_accum}
-        result = all_gather_matmul(lead.matrix(x_shard_m), w_shard_n, bias, activation, into, **options)
-        y, gathered, *scales = result if isinstance(result, tuple) else (result, None)
-        if isinstance(y, list):
-            y = [lead.back(each, sum(lengths)) for each in y]
-        else:
-            y = lead.back(y, sum(lengths)) if out is None else out
-        if gathered is None:
-            return y
-        scales = [lead.back(each, sum(lengths)) for each in scales]
-        return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths)), *scales
+        x_shard_m, x_scale = lead.matrix(x_shard_m), lead.scale(x_scale)
+        rows, leading, shape = lead.rows(lengths), lead.order, x_shard_m.shape
+        out, return_gathered = lead.memory("out", out), lead.memory("return_gathered", return_gathered)
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=shape[0])
-    fp8 = _is_scaled(x_shard_m, x_scale, w_scale)
-    if type(w_shard_n) in SEVERAL:
+    fp8, several = _is_scaled(x_shard_m, x_scale, w_scale), type(w_shard_n) in SEVERAL
+    operators = out is config is None and not isinstance(return_gathered, str | torch.Tensor)
+    into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
+    if (not operators or fp8) and not several:
+        operands = {"x_shard_m": x_shard_m, "w_shard_n": w_shard_n, "bias": bias}
+        scales = {"x_scale": x_scale, "w_scale": w_scale}
+        _check_without_gradient("all_gather_matmul", operands | scales | {"out": out, "return_gathered": into})
+    if several:
         if fp8:
             raise TypeError("all_gather_matmul: float8 operands take one weight, not a list; pass them one by one")
         beyond = out, out_dtype, config, return_gathered if isinstance(return_gathered, str | torch.Tensor) else None
         ws, biases = _several(w_shard_n, bias, beyond)
         fused, separate = _split_activation(activation, x_shard_m, *ws, *biases)
-        ys, gathered = all_gather_matmuls(x_shard_m, ws, biases, fused, return_gathered, rows, ctx.name, path)
-        ys = [activation_reference(y, separate) for y in ys]
-        return (ys, gathered) if return_gathered else ys
-    operators = out is config is None and not isinstance(return_gathered, str | torch.Tensor)
-    into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
-    if not operators or fp8:
-        operands = {"x_shard_m": x_shard_m, "w_shard_n": w_shard_n, "bias": bias}
-        scales = {"x_scale": x_scale, "w_scale": w_scale}
-        _check_without_gradient("all_gather_matmul", operands | scales | {"out": out, "return_gathered": into})
-    if operators:
+        options = fused, return_gathered, rows, ctx.name, path, leading
+        y, *gathered = all_gather_matmuls(x_shard_m, ws, biases, *options)
+        y = [activation_reference(each, separate) for each in y]
+    elif operators:
         fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
-        options = fused, return_gathered, rows, ctx.name, path, out_dtype, fast_accum
+        options = fused, return_gathered, rows, ctx.name, path, out_dtype, fast_accum, leading
         y, *gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, x_scale, w_scale, *options)
         y = activation_reference(y, separate)
     else:
@@ -281,11 +272,21 @@ def all_gather_matmul(
             check_apart("all_gather_matmul", out, **operands, **scales, return_gathered=into)
             check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias, **scales)
             how = precision(x_shard_m.dtype, fast_accum)
-            call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, return_gathered)
+            options = activation, rows, out_dtype, config, path, how, return_gathered
+            call = AllGatherMatmul(*options, leading=leading)
             return ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
 
         y, *gathered = untraced(call)
-    return (y, *gathered[: 2 if fp8 else 1]) if return_gathered else y
+    gathered = gathered[: 2 if fp8 else 1] if return_gathered else ()
+    if lead is not None:
+        out, into = given
+        if isinstance(y, list):
+            y = [lead.back(each, sum(lengths)) for each in y]
+        else:
+            y = lead.back(y, sum(lengths)) if out is None else out
+        gathered = [lead.back(each, sum(lengths)) for each in gathered]
+        gathered[:1] = [into] if isinstance(into, torch.Tensor) else gathered[:1]
+    return (y, *gathered) if gathered else y
 
 
 def _several(ws, biases, beyond: tuple) -> tuple[list, list]:
@@ -351,9 +352,10 @@ def matmul_reduce_scatter(
         lead = Leading.of("matmul_reduce_scatter", x, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
         x, scale, into, rows = lead.matrix(x), lead.scale(scale), lead.memory("out", out), lead.rows(lengths)
+    leading = ROWS_FIRST if lead is None else lead.order
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=x.shape[0])
     tensors, options = (x, w_shard_k, bias, scale, w_scale, into), (out_dtype, wire_dtype, config, path)
-    y = _reduced(MatmulReduceScatter, ctx, tensors, activation, rows, fast_accum, *options)
+    y = _reduced(MatmulReduceScatter, ctx, tensors, activation, rows, fast_accum, leading, *options)
     return y if lead is None else lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
 
 
@@ -384,11 +386,14 @@ def matmul_all_reduce(
         x, scale = lead.matrix(x), lead.scale(scale)
     tensors, options = (x, w_shard_k, bias, scale, w_scale, None), (out_dtype, wire_dtype, config, path)
     ctx = as_context(ctx, "matmul_all_reduce: ctx")
-    y = _reduced(MatmulAllReduce, ctx, tensors, activation, None, fast_accum, *options)
+    leading = ROWS_FIRST if lead is None else lead.order
+    y = _reduced(MatmulAllReduce, ctx, tensors, activation, None, fast_accum, leading, *options)
     return y if lead is None else lead.back(y)
 
 
-def _reduced(kind, ctx, tensors, activation, rows, fast_accum, out_dtype, wire_dtype, config, path) -> torch.Tensor:
+def _reduced(
+    kind, ctx, tensors, activation, rows, fast_accum, leading, out_dtype, wire_dtype, config, path
+) -> torch.Tensor:  # fmt: skip
     """A reduction of x_shard_k [M, K/R]. tensors: x, w, bias, the scales and out. rows: None for an all-reduce."""
     name, (x, w, bias, x_scale, w_scale, out) = kind.operation, tensors
     operators = out is config is None
@@ -397,14 +402,14 @@ def _reduced(kind, ctx, tensors, activation, rows, fast_accum, out_dtype, wire_d
         _check_without_gradient(name, named)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
-        options = ctx.name, path, out_dtype, wire_dtype, fast_accum
+        options = ctx.name, path, out_dtype, wire_dtype, fast_accum, leading
         options = options if rows is None else (rows, *options)
         return activation_reference(getattr(ops, name)(x, w, bias, x_scale, w_scale, fused, *options), separate)
 
     def call():
         check_apart(name, **named)
         how = precision(x.dtype, fast_accum)
-        call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype)
+        call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype, leading=leading)
         return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
 
     return untraced(call)

@@ -45,6 +45,7 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8, result_dtype
 from tkernels.dispatch import PLAIN, apply_transformed, define, register, transformed, wants_gradient, watched
 from tkernels.gemm import Scales, may_stage, multiply, precision
+from tkernels.leading import ROWS_FIRST
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.quantize import Quantize, transpose_quantized
@@ -128,10 +129,10 @@ def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
 
 def _all_gather_matmul_direct(
     x_shard_m, w, bias, x_scale, w_scale, activation, return_gathered, rows, context, path=None, out_dtype=None,
-    fast_accum=True,
+    fast_accum=True, leading=ROWS_FIRST,
 ):  # fmt: skip
     options = activation, tuple(rows), out_dtype, None, path, precision(x_shard_m.dtype, fast_accum), return_gathered
-    call, scales = AllGatherMatmul(*options), Scales.given(x_scale, w_scale)
+    call, scales = AllGatherMatmul(*options, leading=tuple(leading)), Scales.given(x_scale, w_scale)
     y, gathered, *scales = find_context(context).call(call, x_shard_m, w, bias, None, None, *scales)
     return y, gathered, scales[0] if scales else None
 
@@ -198,7 +199,7 @@ def _gradients_of_gathered(ctx, options, need_x, need_ws, need_biases, dys, dgat
 ops.all_gather_matmul = define(
     "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
     " bool return_gathered, SymInt[] rows, str context, str? path=None, ScalarType? out_dtype=None,"
-    " bool fast_accum=True) -> (Tensor, Tensor, Tensor)",
+    " bool fast_accum=True, SymInt[] leading=[0]) -> (Tensor, Tensor, Tensor)",
     _all_gather_matmul_impl,
     _all_gather_matmul_fake,
     _all_gather_matmul_backward,
@@ -207,11 +208,13 @@ ops.all_gather_matmul = define(
 )
 
 
-def _all_gather_matmuls_direct(x_shard_m, ws, biases, biased, activation, return_gathered, rows, context, path):
+def _all_gather_matmuls_direct(
+    x_shard_m, ws, biases, biased, activation, return_gathered, rows, context, path, leading
+):  # fmt: skip
     given = iter(biases)
     biases = [next(given) if each else None for each in biased]
-    call = AllGatherMatmuls(len(ws), activation, tuple(rows), path, precision(x_shard_m.dtype), return_gathered)
-    return find_context(context).call(call, x_shard_m, *ws, *biases)
+    options = activation, tuple(rows), path, precision(x_shard_m.dtype), return_gathered, tuple(leading)
+    return find_context(context).call(AllGatherMatmuls(len(ws), *options), x_shard_m, *ws, *biases)
 
 
 def _all_gather_matmuls_impl(x_shard_m, *arguments, **options):
@@ -219,7 +222,7 @@ def _all_gather_matmuls_impl(x_shard_m, *arguments, **options):
     return ys, x_shard_m.new_empty(0) if gathered is None else gathered
 
 
-def _all_gather_matmuls_fake(x_shard_m, ws, biases, biased, activation, return_gathered, rows, context, path):
+def _all_gather_matmuls_fake(x_shard_m, ws, biases, biased, activation, return_gathered, rows, *_):
     M = sum(rows)
     return [_product_fake(M, x_shard_m, w) for w in ws], _gathered_fake(M, x_shard_m, return_gathered)
 
@@ -231,7 +234,7 @@ def _all_gather_matmuls_setup(ctx, inputs, output):
 
 
 def _all_gather_matmuls_backward(ctx, dys, dgathered):
-    options = "all_gather_matmuls", *ctx.options
+    options = "all_gather_matmuls", *ctx.options[:6]
     return *_gradients_of_gathered(ctx, options, *ctx.needs_input_grad[:3], dys, dgathered), *[None] * len(ctx.options)
 
 
@@ -253,7 +256,7 @@ class _Several(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         (*dys, dgathered), (_, need_x, *needs) = gradients, ctx.needs_input_grad
-        options, needs = ("all_gather_matmuls", *ctx.options), (need_x, needs[: len(dys)], needs[len(dys) :])
+        options, needs = ("all_gather_matmuls", *ctx.options[:6]), (need_x, needs[: len(dys)], needs[len(dys) :])
         dx, dws, dbiases = _gradients_of_gathered(ctx, options, *needs, dys, dgathered)
         return None, dx, *dws, *dbiases
 
@@ -263,7 +266,7 @@ _apply_several = super(torch.autograd.Function, _Several).apply  # see tkernels.
 
 _all_gather_matmuls = register(
     "all_gather_matmuls(Tensor x_shard_m, Tensor[] ws, Tensor[] biases, bool[] biased, str? activation,"
-    " bool return_gathered, SymInt[] rows, str context, str? path) -> (Tensor[], Tensor)",
+    " bool return_gathered, SymInt[] rows, str context, str? path, SymInt[] leading) -> (Tensor[], Tensor)",
     _all_gather_matmuls_impl,
     _all_gather_matmuls_fake,
     _all_gather_matmuls_backward,
@@ -271,7 +274,7 @@ _all_gather_matmuls = register(
 )
 
 
-def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gathered, rows, context, path):
+def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gathered, rows, context, path, leading):
     """all_gather_matmul of several weights, each with a bias or None: a list of y, and x gathered if it is wanted."""
     tensors = x_shard_m, *ws, *biases
     if transformed():  # torch.func sees through none of torch's operators, but through our functions
@@ -279,7 +282,7 @@ def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gat
         ys = [ops.matmul(gathered, w, bias, None, None, activation) for w, bias in zip(ws, biases, strict=True)]
         return ys, gathered
     given = [each for each in biases if each is not None]
-    options = [each is not None for each in biases], activation, return_gathered, rows, context, path
+    options = [each is not None for each in biases], activation, return_gathered, rows, context, path, leading
     if watched(tensors):
         return _all_gather_matmuls(x_shard_m, ws, given, *options)
     if wants_gradient(*tensors):
@@ -290,10 +293,10 @@ def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gat
 
 def _reduction(
     kind, x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None,
-    wire_dtype=None, fast_accum=True,
+    wire_dtype=None, fast_accum=True, leading=ROWS_FIRST,
 ):  # fmt: skip
     options = activation, rows, out_dtype, None, path, precision(x_shard_k.dtype, fast_accum)
-    call, scales = kind(*options, wire_dtype=wire_dtype), Scales.given(x_scale, w_scale)
+    call, scales = kind(*options, wire_dtype=wire_dtype, leading=tuple(leading)), Scales.given(x_scale, w_scale)
     return find_context(context).call(call, x_shard_k, w_shard_k, bias, None, *scales)
 
 
@@ -334,7 +337,7 @@ def _matmul_reduce_scatter_backward(ctx, dy):
 _REDUCTION = (
     "(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
     "{rows} str context, str? path=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None,"
-    " bool fast_accum=True) -> Tensor"
+    " bool fast_accum=True, SymInt[] leading=[0]) -> Tensor"
 )
 ops.matmul_reduce_scatter = define(
     "matmul_reduce_scatter" + _REDUCTION.format(rows=" SymInt[] rows,"),
