@@ -29,6 +29,8 @@ from tkernels.layers import (
     ColwiseParallel,
     ColwiseParallelGroup,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     Replicated,
     RowwiseParallel,
     SequenceParallel,
@@ -274,10 +276,25 @@ def test_rowwise_parallel_and_its_kin_refuse_plain_parts_that_are_unequal(ctx):
             (RowwiseParallel(input_layouts=Shard(0)), nn.Embedding(6, 5), x.long()),
             (ColwiseParallel(input_layouts=Shard(1)), nn.Linear(7, 5), x.t()),
             (ColwiseParallel(input_layouts=Shard(0)), nn.Linear(6, 5), x),
+            (PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()), nn.Identity(), x),
+            (PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(0)), nn.Identity(), x.t()),
         ):
             parallelize_module(module.to(ctx.device), mesh, style)
             with pytest.raises(MismatchError, match=r"differ, in rows by rank: \(4, 4\), \(3, 3\)"):
                 module(given)
+
+
+@pytest.mark.ranks(2)
+def test_prepare_module_input_output_lays_out_what_torchs_does(ctx):
+    x, mesh, got = integers((4, 6), torch.float32, ctx.rank, device=ctx.device), tp_mesh(ctx), []
+    for kind in (PrepareModuleInputOutput, torch_parallel.PrepareModuleInputOutput):
+        layouts = dict(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_input=True)
+        style = kind(**layouts, output_layouts=Shard(1), desired_output_layouts=Shard(0))
+        leaf, module = x.clone().requires_grad_(), parallelize_module(nn.Hardtanh(-2, 2), mesh, style)
+        y = module(leaf)
+        y.square().sum().backward()
+        got.append((y.detach(), leaf.grad))
+    assert all(map(torch.equal, *got)) and got[0][0].shape == (4, 12)
 
 
 class Gated(nn.Module):

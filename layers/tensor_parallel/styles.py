@@ -22,19 +22,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    style,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, style
 
 from tkernels.comm import as_context
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_dense, check_type
 from tkernels.layers.owners import attributes, check_free
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
+from tkernels.layers.tensor_parallel.functions import gather_equal_parts
 from tkernels.layers.tensor_parallel.modules import (
     ColwiseLinear,
     Layout,
@@ -46,7 +41,7 @@ from tkernels.layers.tensor_parallel.modules import (
 from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks, is_part
 from tkernels.torch_operators import replicated
 
-__all__ = [  # those that prepare a module's inputs and outputs are torch's own
+__all__ = [
     "ColwiseParallel",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -261,6 +256,46 @@ class RowwiseParallel(LinearStyle, style.RowwiseParallel):
         base = RowwiseEmbedding if embedding else RowwiseLinear
         input = Replicate() if embedding and self.input_layouts[0] == Shard(-1) else self.input_layouts[0]
         return self.convert(module, device_mesh, base, input, self.output_layouts[0])
+
+
+class PrepareModuleInput(style.PrepareModuleInput):
+    """torch's, but that plain parts are gathered by this library: torch takes unequal ones for equal.
+
+    A MismatchError, on every rank, names their sizes.
+    """
+
+    def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
+        input = _gathered(input, mesh, input_layout, desired_layout)
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+
+class PrepareModuleOutput(style.PrepareModuleOutput):
+    """torch's, with outputs as PrepareModuleInput's inputs."""
+
+    def _prepare_out_fn(self, outputs, device_mesh):
+        layouts = self.output_layouts, self.desired_output_layouts
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if len(outputs) == len(self.output_layouts):
+            outputs = tuple(_gathered(each, device_mesh, *of) for each, *of in zip(outputs, *layouts, strict=True))
+        return super()._prepare_out_fn(outputs, device_mesh)
+
+
+class PrepareModuleInputOutput(style.PrepareModuleInputOutput):
+    """torch's, made of the two above."""
+
+    def __init__(self, **layouts):
+        super().__init__(**layouts)
+        self.prepare_module_input.__class__ = PrepareModuleInput
+        self.prepare_module_output.__class__ = PrepareModuleOutput
+
+
+def _gathered(x, mesh: DeviceMesh, layout: Placement | None, wanted: Placement | None):
+    """Collective. x, or where that is a plain part, to be laid out otherwise, the whole in a DTensor."""
+    if isinstance(x, DTensor) or not isinstance(layout, Shard) or wanted in (None, layout):
+        return x
+    check_dense("parallelize", x=x)
+    whole = gather_equal_parts(x, layout.dim, as_context(mesh))
+    return DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
 
 
 class Replicated(Style):
