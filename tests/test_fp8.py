@@ -229,6 +229,7 @@ def test_matmul_refuses_by_name_what_it_does_not_take():
         ((x, w), {"x_scale": one.expand(3), "w_scale": one}, ValueError, r"x_scale is \(3,\), but must be one"),
         ((x, w), {"x_scale": one, "w_scale": one.expand(16, 2)}, ValueError, r"w_scale is \(16, 2\)"),
         ((x, w), {"x_scale": one, "w_scale": one, "out_dtype": E4M3}, TypeError, "out_dtype=torch.float8_e4m3fn"),
+        ((x, w), {"x_scale": one, "w_scale": one, "fast_accum": "no"}, TypeError, "fast_accum='no' must be True or"),
     ):
         with pytest.raises(error, match=words):
             tkernels.matmul(*operands, **options)

@@ -254,6 +254,7 @@ def test_quantize_takes_empty_tensors():
     (torch.ones(2, 4), {"gate": torch.ones(2, 5, device=DEVICE)}, ValueError, r"gate is torch.float32 \(2, 5\) on"),
     (torch.ones(2, 4), {"gate": torch.ones(2, 4, device=DEVICE).half()}, ValueError, "must be like x, torch.float32"),
     (torch.ones(2, 4), {"gate": 2.0}, TypeError, "quantize: gate=2.0 must be a tensor"),
+    (torch.ones(2, 4), {"power_of_two": 2}, TypeError, "quantize: power_of_two=2 must be True or False"),
 ])  # fmt: skip
 def test_quantize_refuses_by_name(x, options, error, message):
     with pytest.raises(error, match=message):

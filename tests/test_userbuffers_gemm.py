@@ -491,6 +491,7 @@ def test_general_gemm_wrong_calls_are_refused_before_anything_is_launched(ctx):
             r"16 tokens of 8 in torch.float32 don't fit; initialize_ub\(\) takes",
         ),
         (lambda: call(w.half(), x.half(), ub=ring, ub_type=AG), "8 tokens of 8 in torch.float16 don't fit"),
+        (lambda: call(w.long(), x.long(), ub=ring, ub_type=AG), "takes tensors of torch.float32, .* not torch.int64"),
     ]
     for wrong, message in refused:
         with pytest.raises((ValueError, TypeError), match=message):

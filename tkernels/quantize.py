@@ -219,6 +219,8 @@ class Quantize(NamedTuple):
             raise TypeError(f"quantize: dtype={self.dtype} must be {' or '.join(map(str, FP8))}")
         if self.scale not in SCALES:
             raise ValueError(f"quantize: scale={self.scale!r} must be {' or '.join(map(repr, SCALES))}")
+        if self.power_of_two not in (True, False):
+            raise TypeError(f"quantize: power_of_two={self.power_of_two!r} must be True or False")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(map(str, ACTIVATIONS))
             raise ValueError(f"quantize: activation={self.activation!r} is unknown; use {known}")
