@@ -299,14 +299,16 @@ def test_parallelize_splits_the_linears_inside_of_lora(ctx):
     """By the model's own plan, which names the layers that LoRA has wrapped."""
     model = make("Llama")
     plan = {f"base_model.model.{name}": style for name, style in model.tp_plan.items()}
-    model = fill(with_lora(model))
+    model = fill(with_lora(model, modules_to_save=["lm_head"]))
     twin = copy.deepcopy(model)
     parallelize(model, plan, ctx)
+    for head in model.base_model.model.lm_head.children():  # the original, and the copy that is trained
+        assert all(weight.placements == (Shard(0),) for weight in head.parameters())
     attention = model.base_model.model.model.layers[0].self_attn.q_proj
     assert attention.lora_B["default"].weight.placements == (Shard(0),)
     assert attention.lora_A["default"].weight.placements == (Replicate(),)
     assert_trains_like(ctx, model, twin)
-    assert sum(parameter.requires_grad for parameter in model.parameters()) == 8
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 9
     dora = with_lora(make("Llama"), use_dora=True)
     with pytest.raises(TypeError, match="q_proj' is a peft.* with the variants .* plain LoRA alone"):
         parallelize(dora, plan, ctx)

@@ -151,7 +151,7 @@ def _complete(given: list[Given]) -> list[Given]:
             complete += [(where, linear, each.style) for where, linear in members]
             shared.append((path, target, Share([linear for _, linear in members])))
             continue
-        (replicated if isinstance(each, Replicated) else complete).extend(_lora(path, target, each))
+        (replicated if isinstance(each, Replicated) else complete).extend(_peft(path, target, each))
     taken = set()
     for path, target, each in complete:
         if not isinstance(each, PREPARE):
@@ -167,8 +167,15 @@ def _complete(given: list[Given]) -> list[Given]:
     return complete + shared
 
 
-def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
-    """The linears in a LoRA layer of PEFT, B(A(x)) beside the base layer, each with its style; or what is given."""
+def _peft(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
+    """The linears in a LoRA layer of PEFT, B(A(x)) beside the base layer, each with its style; or what is given.
+
+    Of a module in its modules_to_save, the original and its trained copies.
+    """
+    copies = getattr(module, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict) and not isinstance(each, PREPARE):
+        trained = [(f"{path}.modules_to_save.{name}", copy, each) for name, copy in copies.items()]
+        return [(f"{path}.original_module", module.original_module, each), *trained]
     adapters = {name: getattr(module, name, None) for name in ("lora_A", "lora_B")}
     if not isinstance(each, ColwiseParallel | RowwiseParallel):
         return [(path, module, each)]
