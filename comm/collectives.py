@@ -655,26 +655,28 @@ class AllReduce(CollectiveCall):
         return _Parts(ctx, parts, *of).reduce(OP_ALL_REDUCE, config, gather=True)
 
 
-def barrier(ctx: Context):
-    """Collective, on the current stream. Returns at once; later work on it starts after all ranks reach the barrier."""
+def barrier(ctx: Context, where: str | None = None):
+    """Collective, on the current stream. Returns at once; later work on it starts after all ranks reach the barrier.
+
+    where: a name for errors, the same on all ranks. A rank that makes another call instead is told.
+    """
     if ctx.size > 1:
-        ctx.call(_BARRIER)
+        ctx.call(Barrier(where))
 
 
 class Barrier(NamedTuple):
     """A call of `barrier`."""
 
+    where: str | None = None
+
     operation = "barrier"
 
     def shared(self, ctx: Context) -> dict:
-        return {}
+        return {"where": self.where} if self.where else {}
 
     def prepare(self, ctx: Context):
         workspace = ctx.workspace().reserve(num_chunks=1)
         return ctx.bind_call(barrier_kernel, 1, workspace, OP_BARRIER, num_warps=1)
-
-
-_BARRIER = Barrier()
 
 
 class _Parts:

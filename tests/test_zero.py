@@ -309,6 +309,25 @@ def test_zero_optimizer_weights_that_are_loaded_count_or_are_refused(ctx):
     assert weight.eq(4.5).all()
 
 
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_on_every_rank_what_one_rank_has_noticed(ctx):
+    """As of a load on rank 0 and a broadcast, which torch counts as no write."""
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=20) as own:
+        weight = nn.Parameter(torch.ones(40, device=ctx.device))
+        zero, kept = ZeroOptimizer([weight], torch.optim.SGD, mesh=own, lr=0.5), weight.detach().clone()
+        for loaded in (kept, 3 * kept):
+            if ctx.rank == 0:
+                with torch.no_grad():
+                    weight.fill_(7.0)  # averages to evaluate there
+                    weight.copy_(loaded)
+            weight.sum().backward()
+            if loaded is kept:
+                zero.step()
+        with pytest.raises(tkernels.MismatchError, match="rank 0 is in .*step of parameters .* call refresh_masters"):
+            zero.step()
+            own.check()
+
+
 def small_model(ctx):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(ctx.device)

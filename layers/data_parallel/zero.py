@@ -21,6 +21,7 @@ from torch import nn
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
+from tkernels.comm.collectives import barrier
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
@@ -34,6 +35,7 @@ from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.owners import check_free, disown, own, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
+REFRESH = "call refresh_masters() after such a change, on all ranks"
 CHOICES = {"stage": (1, 2), "partition": ("elements", "parameters")}
 
 
@@ -328,14 +330,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._engine.ready()
 
     def _check_values(self):
-        """Collective if parameters have been written to. Raises ValueError for a write that the gathers would undo."""
-        if self._engine.written:
+        """Raises ValueError for a write that the gathers would undo.
+
+        torch doesn't count every write, and a rank owns only some values: others, which have found none, go on, and
+        meet this rank's barrier in their next call. Then all raise MismatchError.
+        """
+        if self._engine.written and (changed := self._engine.changed()):
+            for stream in {self._engine.dev.current_stream(), self.comm_stream or self._engine.dev.current_stream()}:
+                with self._engine.dev.stream(stream):
+                    barrier(self.ctx, f"ZeroOptimizer.step of parameters that changed elsewhere: {REFRESH}")
+            self.ctx.check()
             with self.ctx.group.checking():
-                if changed := self._engine.changed():
-                    raise ValueError(
-                        f"ZeroOptimizer.step: {listed(changed)} changed elsewhere, as by load_state_dict, which the "
-                        f"next gather would undo; call refresh_masters() after such a change, on all ranks"
-                    )
+                raise ValueError(
+                    f"ZeroOptimizer.step: {listed(changed)} changed elsewhere, as by load_state_dict, which the "
+                    f"next gather would undo; {REFRESH}"
+                )
 
     def ensure_params_ready(self):
         """Order the current stream after the gathers of the last step, for readers that overlap_gather doesn't see."""
