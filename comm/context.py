@@ -394,14 +394,30 @@ class Context:
             f"them in its own way. Make them from one thread, or give each thread a context over a process group of "
             f"its own: init(torch.distributed.new_group(...)). {AFRESH}"
         )
+        self._end_waits(device.OVERLAP)
+        self.check()
+
+    def fail(self, cause: str):
+        """End the waits of all ranks, as this one has failed: `check` and later calls raise TkernelsError.
+
+        Not collective: for an error on one rank, which keeps it from what its peers wait for. The context can't be used
+        any more. Does nothing if it can't be already. cause: for the error.
+        """
+        if not self.failed and self.size > 1:
+            self._interruption = f"rank {self.rank} has failed: {cause}. {AFRESH}"
+            self.group.tell(f"{self.name}/failure", self._interruption, (), 0)
+            self._end_waits(device.FAILED)
+
+    def _end_waits(self, what):
         if not (self._flag[0] or self.capturing):
-            # On a stream of its own, as the other call's kernel may wait for a peer; it ends its wait and the peers'.
+            # On a stream of its own, as a kernel of this rank may wait for a peer; it ends its wait and the peers'.
             side = contextlib.nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
             with side:
-                # Not by `launch`, whose programs start together: this one need not fit beside the other's kernel.
-                device.overlap_kernel[(1,)](self.table, self.rank, self.link(device.OP_OVERLAP), num_warps=1)
+                # Not by `launch`, whose programs start together: this one need not fit beside the other kernel.
+                device.failure_kernel[(1,)](
+                    self.table, self.rank, self.link(device.OP_FAILURE), WHAT=what.value, num_warps=1
+                )
         self._flag[0], self.reported = 1, True
-        self.check()
 
     def forget_calls(self):
         """Discard what has been prepared, so that later calls follow a new choice of configurations."""
@@ -459,6 +475,10 @@ class Context:
                 f"two threads of rank {fields['rank']} made calls of one context that overlapped, as the error there "
                 f"says. {AFRESH}"
             )
+        if told == device.FAILED.value:
+            rank = fields["rank"]
+            (told,) = self.group.tell(f"{self.name}/failure", None, (rank,), NAMES_LIMIT_S)
+            raise TkernelsError(told or f"rank {rank} has failed. {AFRESH}")
         if told == device.FORM.value:
             expected, seen = map(calls.form_name, (fields["expected"], fields["seen"]))
             raise MismatchError(

@@ -56,12 +56,13 @@ OFFSETS = tl.constexpr(10)
 
 # The fault words of a rank, in units of FAULT_RECORD words. Word 0 of the first unit is the flag. Then comes one record
 # for each rank of the group, written by that rank. Its last field is 0; or the calls of `rank` and `peer` if they
-# differ (`differing_calls`); or OVERLAP if calls of two threads of `rank` overlapped; or FORM if `rank` expected a
-# message of another form (`calls.form_of`) than the one that it has seen of `peer`.
+# differ (`differing_calls`); or OVERLAP if calls of two threads of `rank` overlapped; or FAILED if it goes no further;
+# or FORM if `rank` expected a message of another form (`calls.form_of`) than the one that it has seen of `peer`.
 FAULT_RECORD = tl.constexpr(8)
 FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen", "calls")
 OVERLAP = tl.constexpr(-1)
 FORM = tl.constexpr(-2)
+FAILED = tl.constexpr(-3)
 
 CALL_BITS = tl.constexpr(calls.CALL_BITS)  # of a `begun` word, for the call's number; the high bits are the epoch
 CALL_MASK = tl.constexpr((1 << calls.CALL_BITS) - 1)
@@ -126,7 +127,7 @@ def operation_name(number: int) -> str:
     return _operations.get(number, f"operation {number}")
 
 
-OP_OVERLAP = operation("calls that overlap")
+OP_FAILURE = operation("a failure of one rank")
 
 
 @triton.jit
@@ -785,6 +786,6 @@ def await_peers(epoch, net, L):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def overlap_kernel(table, rank, L):
-    """Record, for all ranks, that calls of two threads of this rank overlapped."""
-    _record_fault(rank, 0, 0, 0, OVERLAP, Net(table, rank), L)
+def failure_kernel(table, rank, L, WHAT: tl.constexpr):
+    """Record for all ranks what has happened on this one: OVERLAP or FAILED."""
+    _record_fault(rank, 0, 0, 0, WHAT, Net(table, rank), L)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import re
 import warnings
 import weakref
 from collections import defaultdict
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transports import own_gpus
 
+import tkernels
 from tkernels.comm.group import Group
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers.pipeline import run
@@ -653,6 +655,29 @@ def test_forward_backward_pipelining_takes_a_frozen_stage(ctx, deallocate):
     _, found = gradients_of(ctx, stages, comm, (8, 16), deallocate, frozen=True)
     comm.close()
     assert found == [None, None] if ctx.rank == 0 else all(map(torch.equal, found, want))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "rank, message", [(0, "ValueError: of microbatch 2"), (1, "TypeError: .* a detached tensor, which has no gradient")]
+)
+def test_forward_backward_pipelining_ends_on_all_ranks_with_the_error_of_one(ctx, rank, message, overlap):
+    def forward(x):
+        seen.append(x)
+        if ctx.rank == rank == 0 and len(seen) == 3:
+            raise ValueError("of microbatch 2")
+        return Scale.forward(stage, x)
+
+    seen, stage = [], Scale().to(ctx.device)
+    stage.forward, data = forward, [(torch.ones(8, 3, device=ctx.device), None)] * 6
+    loss = lambda y, _: y.detach().sum() if rank else y.sum()  # noqa: E731
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20) as own:
+        comm = P2PCommunicator(own, slot_bytes=4096)
+        message = message if ctx.rank == rank else f"rank {rank} has failed: {message}"
+        with pytest.raises((ValueError, TypeError) if ctx.rank == rank else tkernels.TkernelsError) as caught:
+            forward_backward_pipelining([stage], data, loss, comm, tensor_shape=(8, 3), overlap=overlap)
+        assert re.match(message, f"{caught.typename}: {caught.value}" if ctx.rank == rank else str(caught.value))
 
 
 @pytest.mark.ranks(2)

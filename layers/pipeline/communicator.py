@@ -270,6 +270,14 @@ class P2PCommunicator:
             self._transport.close()
         self._transport = None
 
+    def fail(self, error: Exception):
+        """After an error on this rank alone: end the waits of its peers, which raise TkernelsError with that error.
+
+        Only with channels, whose context can't be used any more.
+        """
+        if isinstance(self._transport, ChannelTransport):
+            self._transport.ctx.fail(f"{type(error).__name__}: {error}")
+
     # Megatron's methods
 
     def recv_forward(self, tensor_shapes, is_first_stage: bool):

@@ -191,7 +191,8 @@ def forward_backward_pipelining(
     Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises TypeError for
     arguments that are none of these, before anything is sent, and for a loss that has no gradient; and ValueError for
     an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
-    communicator that exchanges shapes, because the host waits for them.
+    communicator that exchanges shapes, because the host waits for them. What a stage raises meanwhile ends the step on
+    all ranks (`P2PCommunicator.fail`).
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
@@ -213,13 +214,17 @@ def forward_backward_pipelining(
     run = _Run(list(stage_chunks), microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate)
     run.set_grad_sync(no_sync_func, grad_sync_func)
     ahead, num_open = 1 + overlap, len(comm.open_handles)  # the caller may have some
-    for turn in turns[:ahead]:
-        run.exchange(turn)
-    with torch.set_grad_enabled(not forward_only):
-        for turn, later in zip(turns, [*turns[ahead:], *[()] * ahead], strict=False):
-            for step in turn:
-                run.compute(step)
-            run.exchange(later)
+    try:
+        for turn in turns[:ahead]:
+            run.exchange(turn)
+        with torch.set_grad_enabled(not forward_only):
+            for turn, later in zip(turns, [*turns[ahead:], *[()] * ahead], strict=False):
+                for step in turn:
+                    run.compute(step)
+                run.exchange(later)
+    except Exception as error:
+        comm.fail(error)  # the other stages wait for this one
+        raise
     comm.drain()
     assert not run.arriving and len(comm.open_handles) <= num_open, comm.open_handles
     return [tree_map_only(torch.Tensor, torch.Tensor.detach, run.losses[number]) for number in sorted(run.losses)]
@@ -292,10 +297,11 @@ class _Run:
         output = self.chunks[step.chunk](source if self.is_first(step) else x, **(options[0] if options else {}))
         if self.is_last(step):
             output = self.losses[step.microbatch] = self.loss_fn(output, target)
-            if not self.forward_only and not isinstance(output, torch.Tensor):
+            if not (self.forward_only or isinstance(output, torch.Tensor) and output.requires_grad):
+                kind = "a detached tensor" if isinstance(output, torch.Tensor) else type(output).__name__
                 raise TypeError(
-                    f"pipeline: loss_fn returns {type(output).__name__}, which has no gradient; return a scalar "
-                    f"tensor, or pass forward_only=True"
+                    f"pipeline: loss_fn returns {kind}, which has no gradient; return a scalar tensor, or pass "
+                    f"forward_only=True"
                 )
         else:
             self._check_shapes(step, output)

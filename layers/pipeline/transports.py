@@ -43,16 +43,16 @@ class ChannelTransport:
             forward.close()
             raise
         self.channels = dict(zip(EDGES, (forward, forward, backward, backward), strict=True))
-        self._ctx, self._late = ctx, {edge: deque() for edge in EDGES}
+        self.ctx, self._late = ctx, {edge: deque() for edge in EDGES}
         self._lock = threading.RLock()  # handles may be waited for in autograd's threads
 
     def send(self, edge: str, tensor: torch.Tensor):
-        if self._ctx.device.type == "cpu":
+        if self.ctx.device.type == "cpu":
             return self._start(edge, tensor)
         self.channels[edge].send(tensor)
 
     def receive(self, edge: str, tensor: torch.Tensor):
-        if self._ctx.device.type == "cpu":
+        if self.ctx.device.type == "cpu":
             return self._start(edge, tensor)
         with self._lock:
             self._late[edge].append(_LateReceive(self, edge, tensor))
@@ -102,11 +102,11 @@ class ChannelTransport:
 
         Not earlier: during that wait nothing else moves, and the peer may be waiting for something else.
         """
-        limit = time.monotonic() + self._ctx.timeout_s
+        limit = time.monotonic() + self.ctx.timeout_s
         while transfer.parts:
             if self.progress():
-                limit = time.monotonic() + self._ctx.timeout_s
-            elif time.monotonic() < limit and not self._ctx.failed:
+                limit = time.monotonic() + self.ctx.timeout_s
+            elif time.monotonic() < limit and not self.ctx.failed:
                 time.sleep(1e-4)
             else:
                 self.move(transfer.edge)
