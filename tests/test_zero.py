@@ -783,7 +783,7 @@ REFUSED = {
     "backend='nccl' is unknown": {"backend": "nccl"},
     "bucket_bytes=0 must be positive": {"bucket_bytes": 0},
     "needs overlap_comm=True": {"overlap_comm": False, "overlap_gather": nn.Linear(1, 1)},
-    "pass partition='parameters'": {"optimizer_class": torch.optim.Adafactor},
+    "pass partition='parameters'": {"optimizer_class": functools.partial(torch.optim.Adafactor, lr=1e-2)},
     "LBFGS": {"optimizer_class": torch.optim.LBFGS},
     "occurs twice": {"params": lambda p: [{"params": [p]}, {"params": [p]}]},
     "no parameter that requires": {"params": lambda p: []},

@@ -45,7 +45,7 @@ from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
-from tkernels.layers.data_parallel.layout import in_buckets
+from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
 from tkernels.layers.data_parallel.norms import counts, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
@@ -526,7 +526,7 @@ class OverlappedDDP(nn.Module):
 
     # What is refused
 
-    def check_step(self, parameters: set):
+    def check_step(self, optimizer: torch.optim.Optimizer, parameters: set):
         """Called before each optimizer's step, with its parameters."""
         wrong = next((param for param in self.bucket_of if param in parameters), None)
         if self.sharded and wrong is not None:
@@ -552,6 +552,12 @@ class OverlappedDDP(nn.Module):
                 "in no_sync or deferred gradients have yet to come (call finish_grad_sync() after them)"
             )
         if not parameters.isdisjoint(self.shards):
+            if kind := not_elementwise(type(optimizer)):
+                raise ValueError(
+                    f"OverlappedDDP: {kind} looks at whole parameters, but each rank updates pieces of them; pass "
+                    f"use_distributed_optimizer=False and don't overlap the gathers, or take ZeroOptimizer with "
+                    f"partition='parameters', or fully_shard"
+                )
             for bucket in self.buckets:
                 if changed := bucket.overridden:
                     raise LeaseError(
@@ -673,4 +679,4 @@ def _before_step(optimizer, *_):
     if wrappers := list(_wrappers):
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for ddp in wrappers:
-            ddp.check_step(parameters)
+            ddp.check_step(optimizer, parameters)

@@ -26,7 +26,7 @@ from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
-from tkernels.layers.data_parallel.layout import ALIGN, in_buckets
+from tkernels.layers.data_parallel.layout import ALIGN, in_buckets, not_elementwise
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
@@ -133,7 +133,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             optimizer_class=getattr(optimizer_class, "__name__", repr(optimizer_class)),
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
-        _check(self.ctx, asked)
+        _check(self.ctx, asked, not_elementwise(optimizer_class))
         contexts = {p: self.ctx if theirs is None else as_context(theirs) for p, theirs in meshes.items()}
         self._tensor_parallel = None if tensor_parallel is None else as_context(tensor_parallel)
         with self.ctx.group.checking():
@@ -519,8 +519,11 @@ def _plain(options: dict) -> dict:
     return compared | ({"params": len(options["params"])} if "params" in options else {})
 
 
-def _check(ctx: Context, asked: dict):
-    """Collective. Raises the same error on every rank, for options that differ or are invalid."""
+def _check(ctx: Context, asked: dict, kind: str | None):
+    """Collective. Raises the same error on every rank, for options that differ or are invalid.
+
+    kind: of the optimizer, see not_elementwise.
+    """
     ctx.group.check_alike("ZeroOptimizer", "options", asked, "all must pass the same")
     for name, values in CHOICES.items():
         if asked[name] not in values:
@@ -534,11 +537,10 @@ def _check(ctx: Context, asked: dict):
             raise ValueError(f"ZeroOptimizer: {name}={value} must be positive")
     if asked["overlap_gather"] and not asked["overlap_comm"]:
         raise ValueError("ZeroOptimizer: overlap_gather needs overlap_comm=True: without it there is no other stream")
-    name = asked["optimizer_class"]
-    if name == "LBFGS":
+    if kind == "LBFGS":
         raise ValueError("ZeroOptimizer: LBFGS takes products over all parameters, which no rank has")
-    if asked["partition"] == "elements" and name in ("Adafactor", "Muon"):
-        raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
+    if asked["partition"] == "elements" and kind is not None:
+        raise ValueError(f"ZeroOptimizer: {kind} looks at whole parameters; pass partition='parameters'")
 
 
 def _check_parameters(contexts: dict[torch.Tensor, Context], names, wires, reduce_dtype, tensor_parallel):
