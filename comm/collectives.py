@@ -48,7 +48,7 @@ from tkernels.comm.device import (
 from tkernels.comm.mail import Mail, begin_mail, chunk_word, end_mail, parity, second_phase, wait_chunk
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
 from tkernels.comm.regions import round_up
-from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES, Inbox
+from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES, Inbox, inboxes_fit
 
 OP_ALL_GATHER = operation("all_gather")
 OP_REDUCE_SCATTER = operation("reduce_scatter")
@@ -66,7 +66,7 @@ MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums
 COPY_COST_BYTES = 4 << 20
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # indices into a workspace's state
 MOST_RANKS = 1 << 20
-AT_ONCE = 16  # an all-reduce of more than this part of the heap is made in pieces; its inboxes take up to 5 times that
+AT_ONCE = 16  # pieces of a call are this part of the heap; the inboxes of an all-reduce's take up to 5 times that
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -496,6 +496,14 @@ class CollectiveCall(NamedTuple):
 
         return run
 
+    def in_pieces(self, ctx: Context, parts: list[int], itemsize: int) -> list[tuple[int, tuple[int, ...]]]:
+        """What is moved at a time: the first element, and the elements of each rank's part from there on."""
+        most = max(parts)
+        if not inboxes_fit(ctx.heap, ctx.size * most * itemsize, self.config.copies(most * itemsize, ctx)):
+            most = max(ctx.heap.num_bytes // (AT_ONCE * ctx.size * itemsize) // 16, 1) * 16  # whole 16-byte vectors
+        firsts = range(0, max(parts), max(most, 1))
+        return [(first, tuple(min(max(part - first, 0), most) for part in parts)) for first in firsts]
+
     def shared_sum(self, x: torch.Tensor) -> dict:
         same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
         return same | {"max_programs": self.max_programs, "config": self.config}
@@ -523,7 +531,8 @@ def all_gather(
     """Collective. Gathers every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place). The other options are
-    those of `CollectiveCall`. Raises ValueError for rows that don't fit, TypeError for a wider dtype.
+    those of `CollectiveCall`. What three quarters of the context's heap can't receive is gathered in pieces, a 16th of
+    it each, and copied. Raises ValueError for rows that don't fit, TypeError for a wider dtype.
     """
     return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
 
@@ -551,7 +560,24 @@ class AllGather(CollectiveCall):
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
         bits, width = _BITS[x.element_size()], math.prod(x.shape[1:])
         parts = [count * width for count in rows]
-        return _Parts(ctx, parts, x, out, (bits, bits), self.max_programs).gather(self.config)
+        pieces = self.in_pieces(ctx, parts, x.element_size())
+
+        def bind(parts, out=None):
+            return _Parts(ctx, parts, x, out, (bits, bits), self.max_programs).gather(self.config)
+
+        if len(pieces) < 2:
+            return bind(parts, out)
+        launches = _bind_all([sizes for _, sizes in pieces], bind)
+
+        def launch(x, out):
+            x, theirs = x.view(-1), out.view(-1).split(parts)
+            for first, sizes in pieces:
+                gathered = x.new_empty(sum(sizes))
+                launches[sizes](x[first : first + sizes[ctx.rank]], gathered)
+                for part, piece in zip(theirs, gathered.split(sizes), strict=True):
+                    part[first : first + len(piece)] = piece
+
+        return launch
 
 
 def reduce_scatter(
@@ -566,7 +592,8 @@ def reduce_scatter(
     """Collective. Sums x [M, ...] over ranks, in fp32 in rank order, and returns this rank's rows [M/R, ...].
 
     x: fp32, fp16, bf16. out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no
-    peer: each element is read and written by one program. The other options are those of `CollectiveCall`.
+    peer: each element is read and written by one program. What three quarters of the context's heap can't receive is
+    summed in pieces, copied before. The other options are those of `CollectiveCall`.
     """
     return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, config, out_dtype), x, out)
 
@@ -590,7 +617,24 @@ class ReduceScatter(CollectiveCall):
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         width = math.prod(x.shape[1:])
         parts = [count * width for count in rows]
-        return _Parts(ctx, parts, x, out, (x.dtype, dtype), self.max_programs).reduce(OP_REDUCE_SCATTER, self.config)
+        pieces = self.in_pieces(ctx, parts, x.element_size())
+
+        def bind(parts, x):
+            moved = _Parts(ctx, parts, x, out, (x.dtype, dtype), self.max_programs)
+            return moved.reduce(OP_REDUCE_SCATTER, self.config)
+
+        if len(pieces) < 2:
+            return bind(parts, x)
+        empty = x.new_empty(0)  # aligned, as new tensors are
+        launches = _bind_all([sizes for _, sizes in pieces], lambda sizes: bind(sizes, empty))
+
+        def launch(x, out):
+            theirs, out = x.view(-1).split(parts), out.view(-1)
+            for first, sizes in pieces:
+                x = torch.cat([part[first : first + size] for part, size in zip(theirs, sizes, strict=True)])
+                launches[sizes](x, out[first : first + sizes[ctx.rank]])
+
+        return launch
 
 
 def all_reduce(
@@ -632,9 +676,8 @@ class AllReduce(CollectiveCall):
         if x.numel() <= most:
             return self.bind_piece(ctx, x.numel(), vector, x, out, dtype)
         pieces = [slice(start, min(start + most, x.numel())) for start in range(0, x.numel(), most)]
-        sizes = {piece.stop - piece.start for piece in pieces}
-        for _ in range(2):  # what one size needs may move the workspace under the other's launch; then both have room
-            launches = {size: self.bind_piece(ctx, size, vector, x, out, dtype) for size in sizes}
+        sizes = [piece.stop - piece.start for piece in pieces]
+        launches = _bind_all(sizes, lambda size: self.bind_piece(ctx, size, vector, x, out, dtype))
 
         def launch(x, out):
             x, out = x.view(-1), out.view(-1)
@@ -677,6 +720,13 @@ class Barrier(NamedTuple):
     def prepare(self, ctx: Context):
         workspace = ctx.workspace().reserve(num_chunks=1)
         return ctx.bind_call(barrier_kernel, 1, workspace, OP_BARRIER, num_warps=1)
+
+
+def _bind_all(sizes: list, bind) -> dict:
+    """bind(size) of each size. What one needs may move the workspace under another's launch; then all have room."""
+    for _ in range(2):
+        launches = {size: bind(size) for size in dict.fromkeys(sizes)}
+    return launches
 
 
 class _Parts:

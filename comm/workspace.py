@@ -40,6 +40,14 @@ LAMPORT_BYTES = 4 << 20  # the most data that a rank receives in a call, also fr
 MIN_CHUNKS = 64  # chunks of a rank's part: as many as the programs that share a part
 
 
+def inboxes_fit(heap, num_bytes: int, landing: bool) -> bool:
+    """Whether the inboxes for a call that receives so many bytes take no more than three quarters of a heap.
+
+    landing: there is one, not two that alternate, with slack between them.
+    """
+    return num_bytes * (1 if landing else 2.5) <= 0.75 * heap.num_bytes
+
+
 def most_lamport_bytes(heap_bytes: int) -> int:
     """LAMPORT_BYTES, or a smaller power of two, so that three such inboxes take no more than a 32nd of the heap."""
     return min(LAMPORT_BYTES, 1 << (heap_bytes // 32 // 3).bit_length() >> 1)

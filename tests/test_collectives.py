@@ -527,6 +527,31 @@ def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
         assert fresh.heap.held_bytes < 5 / 8 * fresh.heap.num_bytes
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("copied", [False, True])
+def test_all_gather_and_reduce_scatter_of_more_than_the_heap_are_made_in_pieces(ctx, copied):
+    config = collectives.CollectiveConfig(copy_bytes=64 << 10 if copied else 1 << 62)
+    few = split_rows(29_001, ctx.size)
+    with tkernels.init(heap_bytes=1 << 20) as fresh:
+        for dtype, rows in ((torch.float32, few), (torch.bfloat16, (1, *(0,) * (ctx.size - 2), 57_003))):
+            shape = sum(rows), 7
+            parts = [integers(shape, dtype, rank, low=-2, high=3, device=ctx.device) for rank in range(ctx.size)]
+            whole = parts[0]
+            own = whole.split(rows)[ctx.rank].clone()
+            assert collectives.all_gather(fresh, own, rows, config=config).equal(whole)
+            out = torch.zeros_like(whole)
+            mine = out.split(rows)[ctx.rank].copy_(own)
+            assert collectives.all_gather(fresh, mine, rows, out=out, config=config).equal(whole)
+
+            x, total = parts[ctx.rank], sum(parts).split(rows)[ctx.rank]
+            got = collectives.reduce_scatter(fresh, x, rows, out_dtype=torch.float32, config=config)
+            assert got.dtype == torch.float32 and torch.equal(got, total.float())
+            mine = x.split(rows)[ctx.rank]
+            collectives.reduce_scatter(fresh, x, rows, out=mine, config=config)
+            assert torch.equal(mine, total)
+        fresh.check()
+
+
 @pytest.mark.ranks(2)
 def test_sizes_that_grow_one_by_one_rarely_outgrow_the_workspace_and_take_all_that_there_is(ctx):
     with tkernels.init(heap_bytes=(8 << 20) * 8 // 7 + 4096) as fresh:  # an eighth is kept for captures

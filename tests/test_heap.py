@@ -226,10 +226,10 @@ def test_exhaustion_and_different_heap_sizes_are_raised_on_every_rank(ctx):
 def test_an_operation_that_does_not_fit_leaves_the_context_and_its_tensors_intact(ctx):
     with tkernels.init(heap_bytes=1 << 20) as context:
         tkernels.barrier(ctx=context)
-        with pytest.raises(HeapExhaustedError, match="largest free block"):
-            tkernels.all_gather(torch.zeros(1 << 20, device=ctx.device), ctx=context)
-        kept = context.empty(1000)
+        kept = context.empty(600 << 8)
         kept.fill_(7.0)
+        with pytest.raises(HeapExhaustedError, match="largest free block"):
+            tkernels.all_gather(torch.zeros(25_000, device=ctx.device), ctx=context)
         for round in range(3):
             mine = torch.full((64,), 10.0 * round + ctx.rank, device=ctx.device)
             gathered = tkernels.all_gather(mine, ctx=context)

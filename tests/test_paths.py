@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -189,3 +190,21 @@ def test_explain_of_one_program_refuses_what_a_program_beside_would_send(operati
         assert plain.name == "plain" and refused[PROGRAMS] == "of one program none is left that multiplies"
         with pytest.raises(ValueError, match=f"{operation}: nothing can send .* comm programs: of one program none"):
             choose(replace(problem, gpu=SIMULATED))
+
+
+@pytest.mark.ranks(2)
+def test_operations_whose_rows_the_heap_cant_hold_take_the_plain_path_and_say_so(ctx):
+    M, N, K = 1024, 40, 40  # 164 KB of fp32 travel, to the inboxes 2.5 times as much
+    with tkernels.init(heap_bytes=1 << 19) as small, mock.patch.object(paths._log, "warning") as warned:
+        for name in OPERATIONS:
+            gathers = name == "all_gather_matmul"
+            x = [integers((M // 2 if gathers else M, K), torch.float32, rank, device=ctx.device) for rank in range(2)]
+            w = [integers((N, K), torch.float32, 2 + rank, device=ctx.device) for rank in range(2)]
+            for _ in range(2):
+                y = getattr(tkernels, name)(x[ctx.rank], w[ctx.rank], ctx=small)
+            want = torch.cat(x) @ w[ctx.rank].t() if gathers else x[0] @ w[0].t() + x[1] @ w[1].t()
+            assert torch.equal(y, want.chunk(2)[ctx.rank] if name == "matmul_reduce_scatter" else want)
+            choice = tkernels.explain(name, M, 2 * N if gathers else N, K, torch.float32, ctx=small)
+            assert choice.path == "plain" and "too many for a heap of 524288; pass init(heap_bytes=" in choice.reason
+            assert [each.args[1] for each in warned.mock_calls].count(name) == 1
+        small.check()

@@ -23,6 +23,7 @@ from tkernels.comm import collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import Regions, round_up
+from tkernels.comm.workspace import inboxes_fit
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages_rows
@@ -186,7 +187,20 @@ def choose_path(
 def _choice(ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, precision: str) -> Choice:
     if ctx.size > 1 and ctx.num_programs == 1:
         return Choice("plain", "num_programs=1 leaves no program that multiplies while another one sends")
+    arrives = (2 if operation == "matmul_all_reduce" else 1) * M * width * sent_dtype(operation, dtype).itemsize
+    if ctx.size > 1 and not inboxes_fit(ctx.heap, arrives, landing=False):
+        problem = model.Problem(operation, M, width, width, dtype, ranks=ctx.size, gpu=gpu_here(), mapped=ctx.mapped)
+        if not (model.wire_of(problem).landing and inboxes_fit(ctx.heap, arrives, landing=True)):
+            return _too_large(operation, arrives, ctx.heap.num_bytes)
     return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here())
+
+
+@functools.cache
+def _too_large(operation: str, num_bytes: int, heap_bytes: int) -> Choice:
+    """Logs a warning, once, since nothing is overlapped."""
+    reason = f"{num_bytes} bytes of symmetric memory are too many for a heap of {heap_bytes}; pass init(heap_bytes=...)"
+    _log.warning("%s takes the plain path: %s", operation, reason)
+    return Choice("plain", reason)
 
 
 @functools.lru_cache(maxsize=4096)
