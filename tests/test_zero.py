@@ -813,6 +813,9 @@ def test_zero_optimizer_ranks_that_differ_are_refused(ctx):
     with pytest.raises(MismatchError, match=r"differ in options \(.*\), groups"):
         groups = [{"params": [parameter], "weight_decay": 0.1 * ctx.rank}]
         ZeroOptimizer(groups, torch.optim.SGD, mesh=ctx, lr=1.0 + ctx.rank)
+    alike = [(name, nn.Parameter(torch.ones(4, device=ctx.device))) for name in "ab"]
+    with pytest.raises(MismatchError, match=r"differ in names \(\['a', 'b'\] and \['b', 'a'\]\)"):
+        ZeroOptimizer(alike[:: 1 - 2 * ctx.rank], torch.optim.SGD, mesh=ctx)
 
 
 @pytest.mark.ranks(2)

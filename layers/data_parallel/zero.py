@@ -132,6 +132,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale, delay_wgrad_compute=deferred,
             optimizer_class=getattr(optimizer_class, "__name__", repr(optimizer_class)),
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
+            names=[*self._names.values()],  # of equal shapes and another order, rank 0's values would go to others
         )  # fmt: skip
         _check(self.ctx, asked, not_elementwise(optimizer_class))
         contexts = {p: self.ctx if theirs is None else as_context(theirs) for p, theirs in meshes.items()}
