@@ -37,6 +37,7 @@ from tkernels.comm.device import (
     copy,
     count_up_to,
     end_call,
+    end_epoch,
     fence,
     operation,
     put,
@@ -457,6 +458,12 @@ def barrier_kernel(state, table, rank, call, L):
     for step in range(1, L.RANKS):
         wait_begun(epoch, (rank + step) % L.RANKS, net, L)
     end_call(state, epoch, call, net, L)
+
+
+@triton.jit(do_not_specialize=["rank", "call"])
+def announce_kernel(state, table, rank, call, L):
+    """Tell every peer which call this rank has begun, and end it without a wait for theirs."""
+    end_epoch(state, begin_call(state, call, Net(table, rank), L))
 # fmt: on
 
 

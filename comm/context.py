@@ -18,7 +18,7 @@ from tkernels.comm.arguments import check_type, switch, whole
 from tkernels.comm.calls import Call, Shared, Turn
 from tkernels.comm.copies import Copies, Send
 from tkernels.comm.device import Link
-from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeoutError
+from tkernels.comm.errors import Fault, HeapExhaustedError, MismatchError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.launch import PreparedLaunch
@@ -28,6 +28,8 @@ DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 CAPTURE_BYTES = 256 << 20  # or an eighth of a heap: set aside for what calls first need in a CUDA graph's capture
 MAX_CONSTANTS = 1024
 AFRESH = "The context can't be used any more; finalize() it and init() a new one"
+GROWING = Shared("a call for which the workspace grows", ()).number
+OP_GROWTH = device.operation("a larger workspace")
 NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
@@ -419,6 +421,34 @@ class Context:
                 )
         self._flag[0], self.reported = 1, True
 
+    @contextlib.contextmanager
+    def growing(self, workspace: Workspace):
+        """The block meets the other ranks, to make the workspace larger for the call in progress.
+
+        A rank for whose call it is large enough would wait for this one's in a kernel, and the meeting for that rank.
+        So they are told in an epoch of the workspace, and one that is in another call raises MismatchError.
+        """
+        if workspace.begun is None or self.capturing or self._compares_calls:  # ranks meet anyway, or can't
+            yield
+            return
+        from tkernels.comm.collectives import announce_kernel
+
+        self._shared[GROWING] = self._growing = Shared.of(*(self.group.described() or ("a call", {})))
+        self.group.tell(f"{self.name}/{GROWING}", self._growing.to_json(), (), 0)
+        self.launch(
+            announce_kernel, 1, workspace.state, workspace.table, self.rank, GROWING, self.link(OP_GROWTH), num_warps=1
+        )
+        words = workspace.begun
+        try:
+            yield
+        except HeapExhaustedError:  # on all ranks
+            raise
+        except TkernelsError as error:
+            self.check()  # a peer that has found out may have gone
+            if len(set(words.tolist())) > 1:
+                self.fail(f"{type(error).__name__}: {error}")  # the epochs of the workspace are out of step
+            raise
+
     def forget_calls(self):
         """Discard what has been prepared, so that later calls follow a new choice of configurations."""
         for workspace in self._workspaces.values():
@@ -496,7 +526,10 @@ class Context:
         if self._mismatch is None:
             own = self._shared.get(numbers.get(self.rank))
             first, second = sorted(numbers)
-            told = self.group.tell(f"{self.name}/call", own and own.to_json(), (first, second), NAMES_LIMIT_S)
+            told = []
+            for rank in (first, second):
+                topic, text = f"{self.name}/{numbers[rank]}", own and rank == self.rank and own.to_json()
+                told += self.group.tell(topic, text or None, (rank,), NAMES_LIMIT_S)
             call, other = (text and Shared.from_json(text) for text in told)
             self._mismatch = f"{calls.difference(first, call, second, other)}. {AFRESH}"
         return self._mismatch

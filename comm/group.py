@@ -283,11 +283,11 @@ class Group:
                     told[rank] = store.get(key).decode() or None
         return list(told.values())
 
-    def barrier(self):
-        """Collective. Returns once every rank has arrived (a host barrier, after the device's work so far)."""
+    def barrier(self, value=None) -> list:
+        """Collective. `gather`, after the device's work so far: a host barrier."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.gather(None)
+        return self.gather(value)
 
     def close(self):
         self.closed = True

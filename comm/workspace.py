@@ -129,17 +129,18 @@ class Workspace:
     def reserve(self, *, scratch_bytes: int = 0, num_counters: int = 0, **room: int) -> "Workspace":
         """Make room for at least this much; room: by the names of `Room`.
 
-        Collective if that grows, so all ranks must ask for the same.
+        Collective if that grows, so all ranks must ask for the same; MismatchError if one has enough (`growing`).
         """
         asked = Room(**room)
         if any(more > has for more, has in zip(asked, self.room, strict=True)):
             needed = Room(*map(max, asked, self.room, Room(0, MIN_CHUNKS, *self._least_packets())))
             grown = ("inbox_bytes", "num_chunks", "landing_bytes")
             ahead = {name: self._ahead(getattr(needed, name), getattr(self.room, name)) for name in grown}
-            try:
-                self._grow(needed._replace(**ahead))
-            except HeapExhaustedError:
-                self._grow(needed)
+            with self.context.growing(self):
+                try:
+                    self._grow(needed._replace(**ahead))
+                except HeapExhaustedError:
+                    self._grow(needed)
         if scratch_bytes > self.scratch.numel():
             num_bytes = self._ahead(scratch_bytes, self.scratch.numel())
             self.scratch = self._make(torch.empty, round_up(num_bytes, ALIGNMENT), torch.uint8)
@@ -245,8 +246,7 @@ class Workspace:
     def _replaced(self, num_bytes: int) -> torch.Tensor:
         """Collective. New memory; the old is given back unless a graph of any rank still uses it."""
         heap, group = self.context.heap, self.context.group
-        captured = any(group.gather(bool(self._captured_calls)))
-        group.barrier()  # no rank still reads or writes the old inboxes
+        captured = any(group.barrier(bool(self._captured_calls)))  # behind it no rank reads or writes the old inboxes
         while self._outgrown:
             heap.free(self._outgrown.pop())
         if self._memory is not None and not captured:

@@ -261,6 +261,20 @@ def test_a_first_call_that_differs_between_ranks_is_named_where_they_meet_anyway
             (tkernels.reduce_scatter, tkernels.all_reduce)[ctx.rank](torch.zeros(1 << 20, device=ctx.device), ctx=own)
 
 
+@pytest.mark.ranks(2)
+def test_a_call_that_differs_is_named_though_the_workspace_grows_on_one_rank_alone(ctx):
+    w = torch.zeros(8, 64, device=ctx.device)
+    with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, timeout_s=20) as own:
+        tkernels.all_gather_matmul(w, w, path="fused", ctx=own)
+        rows = torch.zeros((8, 6000)[ctx.rank], 64, device=ctx.device)
+        with pytest.raises(MismatchError, match=r"differ, in rows: \(8, 8\) on rank 0, \(6000, 6000\) on rank 1"):
+            tkernels.all_gather_matmul(rows, w, path="fused", ctx=own)
+            own.check()
+        if ctx.rank == 0:  # the other one waits on the host
+            with pytest.raises(OutOfStepError):
+                ctx.group.barrier()
+
+
 def mismatches():
     """{what differs: (the call of this rank on a context that is in use, what every rank is told)}"""
 
