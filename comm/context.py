@@ -270,10 +270,12 @@ class Context:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, error, _):
         if kind is None or self.size == 1:
             self.finalize()
         else:  # other ranks may not have raised, and finalize() would wait for them
+            self.fail(f"{kind.__name__}: {error}")
+            self.reported = True  # an error is on its way
             self.abandon()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -407,8 +409,9 @@ class Context:
         """
         if not self.failed and self.size > 1:
             self._interruption = f"rank {self.rank} has failed: {cause}. {AFRESH}"
-            self.group.tell(f"{self.name}/failure", self._interruption, (), 0)
-            self._end_waits(device.FAILED)
+            with contextlib.suppress(RuntimeError):  # of the device, which may be what has failed
+                self.group.tell(f"{self.name}/failure", self._interruption, (), 0)
+                self._end_waits(device.FAILED)
 
     def _end_waits(self, what):
         if not (self._flag[0] or self.capturing):

@@ -206,6 +206,19 @@ def test_a_kernel_that_is_left_by_an_exception_makes_its_context_useless(ctx):
         assert gather(context).tolist() == [0.0] * 3 + [1.0] * 3
 
 
+@pytest.mark.ranks(2)
+def test_init_a_rank_that_leaves_its_block_with_an_error_is_named_where_a_peer_waits(ctx):
+    shard = torch.full((3,), float(ctx.rank), device=ctx.device)
+    error, message = (TkernelsError, "rank 0 has failed: KeyError: 'mine'. The") if ctx.rank else (KeyError, "mine")
+    with pytest.raises(error, match=message):
+        with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as own:
+            tkernels.all_gather(shard, ctx=own)
+            if ctx.rank == 0:
+                raise KeyError("mine")
+            tkernels.all_gather(shard, ctx=own)
+            own.check()
+
+
 def calls_that_differ(ctx):
     """(a call of this rank that another one's doesn't fit, what is raised, what it says)"""
     x, w = torch.zeros((8, 10)[ctx.rank], 16, device=ctx.device), torch.zeros(8, 16, device=ctx.device)
@@ -893,7 +906,7 @@ def test_after_a_failure_of_one_rank_all_meet_again_in_init(ctx, failure):
                 assert ctx.rank == 1 and error.peer == 1
         else:
             waits = ctx.rank == 1 and failure == "exception"
-            with pytest.raises(WaitTimeoutError if waits else ZeroDivisionError), context:
+            with pytest.raises(TkernelsError if waits else ZeroDivisionError), context:
                 if not waits:
                     1 / 0  # noqa: B018
                 tkernels.barrier(ctx=context)
