@@ -521,8 +521,9 @@ class Context:
         if told:
             numbers = divmod(told, 1 << calls.CALL_BITS)
             raise MismatchError(self._name_calls(dict(zip((fields["rank"], fields["peer"]), numbers, strict=True))))
-        ranks = self.group.global_ranks
-        raise WaitTimeoutError(Fault(**fields), self.timeout_s, None if ranks == list(range(self.size)) else ranks)
+        fault, ranks = Fault(**fields), self.group.global_ranks
+        ranks = None if ranks == list(range(self.size)) else ranks
+        raise WaitTimeoutError(fault, self.timeout_s, ranks, self.group.awaits(fault.peer, fault.rank))
 
     def _name_calls(self, numbers: dict[int, int]) -> str:
         """What the calls of two ranks differ in: {rank: number}. The ranks tell each other; not a meeting."""

@@ -81,8 +81,12 @@ class WaitTimeoutError(TkernelsError):
     The context can't be used any more, since its epochs are out of step; `finalize()` it and `init()` a new one.
     """
 
-    def __init__(self, fault: Fault, timeout_s: float, global_ranks: list[int] | None = None):
-        """global_ranks: the global ranks of the group's ranks, if they differ."""
+    def __init__(
+        self, fault: Fault, timeout_s: float, global_ranks: list[int] | None = None, meets: str | None = None
+    ):
+        """global_ranks: the global ranks of the group's ranks, if they differ. meets: the call in which the peer waits
+        on the host for the rank to come.
+        """
         self.fault, self.timeout_s, self.global_ranks = fault, timeout_s, global_ranks
         among = f" (ranks are those of a group, whose global ranks are {global_ranks})" if global_ranks else ""
         if fault.peer == fault.rank:
@@ -96,6 +100,9 @@ class WaitTimeoutError(TkernelsError):
                 f"same calls in the same order"
             )
             way_out = "TKERNELS_COMPARE_CALLS=1 names those that differ; a longer limit: init(timeout_s=...)"
+            if meets is not None:
+                reason = f"Rank {fault.peer} waits for it on the host, in {meets}"
+                way_out = "all ranks must make the same calls in the same order"
         super().__init__(
             f"{fault.operation}: rank {fault.rank} waited {waited:g} s for {whose}, chunk {fault.chunk}: expected "
             f"{fault.expected}, seen {fault.seen}. {reason} ({way_out}){among}"

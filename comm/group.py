@@ -163,6 +163,13 @@ class Group:
         keys, none = [f"{self._key}/{rank}" for rank in range(self.size)], (0, None, "no call", "of these ranks")
         return [json.loads(store.get(key)) if store.check([key]) else none for key in keys]
 
+    def awaits(self, rank: int, other: int) -> str | None:
+        """The meeting in which a rank waits for another one, its call and line; None for none. Not collective."""
+        with contextlib.suppress(RuntimeError):  # the process that serves the store may have ended
+            last = self._last_calls(store) if (store := _store()) is not None and self.size > 1 else ()
+            if last and last[rank][0] > last[other][0]:
+                return "{} ({})".format(*last[rank][2:])
+
     def _await_all(self, store: dist.Store, meeting: str):
         """Collective. Returns once all ranks are in this meeting; raises OutOfStepError if not all are in `limit_s`.
 

@@ -371,6 +371,7 @@ def test_barrier_that_a_rank_skips_names_the_epochs_of_the_wait(ctx):
                 tkernels.barrier(ctx=context)
                 context.check()
             assert (caught.value.expected, caught.value.seen) == (2, 1)
+            assert "Rank 1 waits for it on the host, in " in str(caught.value)
         ctx.group.barrier()
         with pytest.raises(WaitTimeoutError):
             context.check()
