@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import re
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transports import own_gpus
 
 import tkernels
+from tkernels.comm import MismatchError
 from tkernels.comm.group import Group
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers.pipeline import run
@@ -678,6 +680,22 @@ def test_forward_backward_pipelining_ends_on_all_ranks_with_the_error_of_one(ctx
         with pytest.raises((ValueError, TypeError) if ctx.rank == rank else tkernels.TkernelsError) as caught:
             forward_backward_pipelining([stage], data, loss, comm, tensor_shape=(8, 3), overlap=overlap)
         assert re.match(message, f"{caught.typename}: {caught.value}" if ctx.rank == rank else str(caught.value))
+
+
+@pytest.mark.ranks(2)
+def test_forward_backward_pipelining_refuses_steps_that_differ_between_ranks(ctx):
+    comm, data = P2PCommunicator(ctx, slot_bytes=4096), [(torch.ones(8, 3, device=ctx.device), None)] * 6
+    step = functools.partial(forward_backward_pipelining, loss_fn=lambda y, _: y.sum(), comm=comm, tensor_shape=(8, 3))
+    stage, other = Scale().to(ctx.device), ctx.rank == 1
+    for differs, options in (
+        ("microbatches by rank: 6, 5", dict(microbatches=data[other:])),
+        ("chunks by rank: 1, 2", dict(stage_chunks=[stage] * (1 + other))),
+        ("forward_only by rank: False, True", dict(forward_only=other)),
+    ):
+        with pytest.raises(MismatchError, match=f"forward_backward_pipelining: the ranks' calls differ, in {differs}"):
+            step(**dict(stage_chunks=[stage], microbatches=data) | options)
+    assert step([stage], data) == ([24.0] * 6 if other else [])
+    comm.close()
 
 
 @pytest.mark.ranks(2)

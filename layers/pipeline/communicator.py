@@ -183,10 +183,8 @@ class P2PCommunicator:
             self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
             if backend == "tkernels" and self.size > 1:
                 _check_queues()
-        if not own:
-            alike = {"backend": backend, "dtype": self.dtype, "variable_seq_lengths": self.variable_seq_lengths}
-            with group.during(lambda: ("P2PCommunicator", alike)):
-                group.gather(None)
+        self._agreed = None if own else set()
+        self.agree("P2PCommunicator", backend=backend, dtype=self.dtype, variable_seq_lengths=self.variable_seq_lengths)
         self.device = torch.device("cpu") if own else runtime.device()
         self.dev = torch.get_device_module(self.device) if dev is None else dev
         if self.size == 1:
@@ -202,6 +200,13 @@ class P2PCommunicator:
         self._headers = Keepalive()  # which nobody else holds; nothing waits for a few bytes
         self._dropped = Keepalive()  # buffers of receives whose home stream has not waited
         self._handles = weakref.WeakSet()
+
+    def agree(self, call: str, **options):
+        """Collective for options that are new. Raises MismatchError, on every rank, for those in which ranks differ."""
+        if self._agreed is not None and (key := (call, *options.items())) not in self._agreed:
+            with self.group.during(lambda: (call, options)):
+                self.group.gather(None)
+            self._agreed.add(key)
 
     # One transfer
 

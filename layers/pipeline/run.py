@@ -192,7 +192,8 @@ def forward_backward_pipelining(
     arguments that are none of these, before anything is sent, and for a loss that has no gradient; and ValueError for
     an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
     communicator that exchanges shapes, because the host waits for them. What a stage raises meanwhile ends the step on
-    all ranks (`P2PCommunicator.fail`).
+    all ranks (`P2PCommunicator.fail`). Raises MismatchError, at the first such step, for numbers of microbatches or
+    chunks, or a forward_only, that differ between ranks.
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
@@ -208,6 +209,10 @@ def forward_backward_pipelining(
     _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last)
     if not callable(tensor_shape):
         check_shapes("pipeline: tensor_shape", tensor_shape, comm.variable_seq_lengths or comm.size == 1)
+    comm.agree(
+        "forward_backward_pipelining", microbatches=len(microbatches), chunks=len(stage_chunks),
+        forward_only=bool(forward_only),
+    )  # fmt: skip
     turns = schedule(
         comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
     )
