@@ -636,6 +636,7 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
             watched=nn.Linear(4, 4),
             inner=nn.Sequential(nn.Linear(4, 4)),
             tokens=nn.Embedding(8, 4, max_norm=1.0),
+            sparse=nn.Embedding(8, 4, sparse=True),
             normed=nn.utils.spectral_norm(nn.Linear(4, 4)),
             parametrized=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)),
         )
@@ -666,6 +667,8 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
         ({3: row}, TypeError, "a path of the plan=3 must be a module's name"),
         ({"tokens": row}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
         ({"tokens": column}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
+        ({"sparse": row}, ValueError, "RowwiseParallel: 'sparse': its gradients are sparse"),
+        ({"sparse": Replicated()}, ValueError, "Replicated: 'sparse': its gradients are sparse"),
         ({"normed": row}, TypeError, "'normed': its weight is computed from bias and weight_orig, as by"),
         ({"parametrized": column}, TypeError, "its weight is computed from parametrizations.weight.original0 and"),
     ]:

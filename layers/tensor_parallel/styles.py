@@ -112,6 +112,11 @@ class Style(ParallelStyle):
                 f"{what}: max_norm={module.max_norm} scales the weight's rows in forward, which no rank could of its "
                 f"part alone; leave the embedding whole, or make it without max_norm"
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{what}: its gradients are sparse, which those of DTensors can't be; make the embedding without "
+                f"sparse=True"
+            )
         for name, parameter in module.named_parameters(recurse=not self.nested):
             if isinstance(parameter, DTensor):
                 raise ValueError(
