@@ -752,7 +752,10 @@ def test_fully_shard_refuses_by_name(ctx):
     fully_shard(tied.layers[0], mesh=mesh)
     wide, deferring = hybrid(ctx).double(), DeferringModule()
     deferring.wgrad_store = []
-    scaled = fully_shard(nn.Embedding(8, 4, max_norm=0.1).to(ctx.device), mesh=mesh)
+    scaled, copied = (
+        fully_shard(nn.Embedding(8, 4, max_norm=0.1).to(ctx.device), mesh=mesh, strategy=strategy)
+        for strategy in ("parameters", "replicate")
+    )
     sharded, x = shard(ctx, hybrid(ctx)), batches(ctx, 1)[0]
     refused = [
         (lambda: fully_shard(3, mesh=mesh), TypeError, "module=3 must be an nn.Module"),
@@ -769,7 +772,8 @@ def test_fully_shard_refuses_by_name(ctx):
         (lambda: fully_shard(tied, mesh=mesh), ValueError, r"up.weight is tied to up.*, as fully_shard\(\[a, b\]\)"),
         (lambda: fully_shard(wide, mesh=mesh), TypeError, "summed in float32, float16 or bfloat16, not torch.float64"),
         (lambda: fully_shard(sharded, mesh=mesh), ValueError, "FSDPHybrid is sharded already"),
-        (lambda: scaled(x.abs().long()), TypeError, "FSDPEmbedding has written to weight, .* write is lost"),
+        (lambda: scaled(x.abs().long()), TypeError, "FSDPEmbedding has written to weight, .* no other rank sees"),
+        (lambda: copied(x.abs().long()), TypeError, "FSDPEmbedding has written to weight, .* no other rank sees"),
         (lambda: copy.deepcopy(sharded), NotImplementedError, "a deepcopy of FSDPHybrid would share its engine"),
         (lambda: torch.func.grad(lambda x: loss_of(sharded(x)))(x), NotImplementedError, "inside of a transform of"),
         (lambda: sharded.set_all_reduce_hook(print), NotImplementedError, "set_all_reduce_hook has no meaning over"),

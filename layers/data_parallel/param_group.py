@@ -315,13 +315,13 @@ class ParamGroup:
         self._writes = [parameter.writes for parameter in self.parameters]
 
     def check_unwritten(self, module: nn.Module):
-        """Raises TypeError if a forward has written to a whole parameter that is to be given back."""
+        """Raises TypeError if a forward has written to a whole parameter."""
         for parameter, writes in zip(self.parameters, self._writes, strict=True):
-            if not self.in_place and parameter.writes != writes:
+            if parameter.writes != writes:
                 raise TypeError(
                     f"fully_shard: the forward of {type(module).__name__} has written to {parameter.name}, as an "
-                    f"embedding with max_norm= does, and the write is lost with the gathered parameter; write to the "
-                    f"sharded parameter, between steps"
+                    f"embedding with max_norm= does, which no other rank sees, nor the sharded parameter if this one "
+                    f"was gathered; write to the sharded parameter, between steps"
                 )
 
     def conceal(self):
