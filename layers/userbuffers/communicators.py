@@ -433,7 +433,7 @@ class CommOverlapCore:
             return self.context.workspace().prepared(key, prepare, self, tensors, how, *options)(*tensors)
 
     def _check(self, width: int, tokens: int, dtype: torch.dtype):
-        if dtype not in (*DTYPES, *FP8):
+        if dtype not in (self.dtype, *DTYPES, *FP8):
             raise TypeError(f"{self!r}: takes tensors of {', '.join(map(str, DTYPES))} and FP8, not {dtype}")
         takes = (self.dtype, *FP8) if self.is_fp8_ubuf() or self.comm_type is CommOverlapType.RS else (self.dtype,)
         if tokens * width > math.prod(self.shape) or dtype not in takes:
