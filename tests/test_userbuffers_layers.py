@@ -544,6 +544,8 @@ def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
             linear("column", ub_name="proj", ub_overlap_ag=True, **common)
         with pytest.raises(KeyError, match="UB for moe_fprop is not registered"):
             linear("column", ub_name="moe", ub_overlap_ag=True, **common)
+        with pytest.raises(tkernels.MismatchError, match=r"Linear\(qkv\): the layers .* ub_overlap_ag_fprop \(True"):
+            linear("column", ub_name="qkv", ub_overlap_ag=ctx.rank == 0, **common)
 
 
 @pytest.mark.ranks(2)

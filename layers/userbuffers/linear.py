@@ -84,7 +84,10 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
     def _effective(
         self, mode, ub_name, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, **_
     ) -> dict[str, bool]:
-        """The FLAGS in effect, out of those requested. Raises if one has no communicator, or one of another kind."""
+        """Collective. The FLAGS in effect, out of those requested.
+
+        Raises if one has no communicator, or one of another kind, and MismatchError if ranks request others.
+        """
         name, ag, rs = type(self).__name__, ub_overlap_ag, ub_overlap_rs
         rs_dgrad, bulk_dgrad, bulk_wgrad = ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         column = self.sequence_parallel and mode == "column"
@@ -118,6 +121,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             self._communicator(flag, ub_name, use_fp8)
         if wanted and self.tp_group is not None:
             registry.check_group(name, self.tp_group)
+        if self.tp_size > 1:
+            alike = flags | {"parallel_mode": mode, "sequence_parallel": self.sequence_parallel}
+            registry.check_alike(f"{name}({ub_name})", self.tp_group, alike)
         return flags
 
     def _communicator(self, flag: str, ub_name: str, use_fp8: bool):
@@ -397,8 +403,9 @@ class Linear(_Linear):
     A row layer adds its bias after the sum over ranks, to this rank's rows. With sequence_parallel the bias gradient
     must therefore still be summed over ranks: the bias has Megatron's attribute `sequence_parallel`.
 
-    Forward and backward are collective. Construction raises ValueError, RuntimeError or KeyError for an overlap that
-    has no communicator.
+    Construction between initialize_ub and destroy_ub, forward and backward are collective. Construction raises
+    ValueError, RuntimeError or KeyError for an overlap that has no communicator, and MismatchError if ranks ask for
+    different ones.
     """
 
     def __init__(

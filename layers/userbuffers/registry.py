@@ -187,6 +187,14 @@ def check_group(name: str, tp_group) -> None:
         )
 
 
+def check_alike(name: str, tp_group, options: dict) -> None:
+    """Collective over this rank's domain, if a layer's group is that: MismatchError if its ranks pass other options."""
+    if is_ub_initialized():
+        group = domain_context().group
+        if tp_group is None or Group(tp_group).global_ranks == group.global_ranks:
+            group.check_alike(name, "layers", options, "all must make the same layer")
+
+
 def load_ub_cfgs(path: str | os.PathLike) -> dict:
     """A configuration for `ub_cfgs` from a YAML file. Needs PyYAML, which is not installed with this package."""
     try:
