@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tkernels import layers
@@ -476,3 +476,63 @@ def test_parallelize_takes_torchaos_float8_linears(ctx, recipe):
         model = float8.convert_to_float8_training(copy.deepcopy(whole), config=odd)
         with pytest.raises(ValueError, match="a Float8Linear with .* has no equal here"):
             parallelize(model, {"0": "colwise"}, ctx)
+
+
+@pytest.mark.ranks(2, 4)
+def test_fully_shard_trains_torchtitans_llama_as_fsdp2_does(ctx):
+    """torchtitan's own parallelize_llama, with one name replaced; bit for bit, since two ranks' sums have one order."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, fsdp, parallel_dims
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import llama3_configs, parallelize_llama
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    shards, tensor_parallel = 2, ctx.size // 2
+
+    def whole(t):
+        return t.full_tensor() if isinstance(t, DTensor) else t
+
+    def train(fully_shard):
+        config = llama3_configs["debugmodel"](attn_backend="flex")
+        config.layers = config.layers[:2]
+        for layer in config.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        set_llama3_sharding_config(config, enable_sp=True)
+        with torch.device("meta"):
+            model = config.build()
+        names = {"data_parallel_shard_degree": shards, "tensor_parallel_degree": tensor_parallel}
+        parallelism = ParallelismConfig(**names, spmd_backend="partial_dtensor")
+        dims = ParallelDims.from_config(parallelism, ctx.size)
+        dims.build_mesh()
+        options = {"training": TrainingConfig(), "compile_config": CompileConfig(enable=False), "ac_config": None}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp, "fully_shard", fully_shard)
+            parallelize_llama(model, parallel_dims=dims, parallelism=parallelism, dump_folder="", **options)
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        model.to_empty(device=ctx.device)
+        with torch.no_grad():
+            model.init_states(buffer_device=None)
+            for seed, (_, parameter) in enumerate(sorted(model.named_parameters())):
+                values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(ctx.device) / 16
+                parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        positions = torch.arange(16, device=ctx.device).expand(2, 16)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + ctx.rank // tensor_parallel)
+            tokens, wanted = torch.randint(0, 2048, (2, 2, 16), generator=generator).to(ctx.device)
+            logits = whole(model(tokens, positions=positions)).float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / shards
+            loss.backward()
+            seen += [loss.item(), whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen, {name: whole(value) for name, value in model.state_dict().items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_dims, "device_type", ctx.device.type)
+        (want, theirs), (got, ours) = train(torch.distributed.fsdp.fully_shard), train(layers.fully_shard)
+    assert got == want and list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
