@@ -729,6 +729,23 @@ def test_fully_shard_of_a_list_is_one_unit_and_takes_forward_methods(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_fully_shard_takes_several_forwards_before_a_backward_where_the_first_unit_is_fed_the_data(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(Dense(), Dense(), nn.Linear(FEATURES, 3)).to(ctx.device)
+    twin = in_fp64(copy.deepcopy(model))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(ctx))
+    for each, part in ((model, functools.partial(own, ctx)), (twin, lambda x: x)):
+        for step in range(3):
+            x = part(normal((4 * ctx.size, FEATURES), torch.float32, step, device=ctx.device))
+            losses = [loss_of(each(x * factor)) for factor in (1, 2, 3)]
+            (losses[0] + losses[2]).backward()  # the units' memory is that of the third forward, then of the first
+            torch.optim.SGD(each.parameters(), 0.1).step()
+            each.zero_grad()
+    assert_same_weights(model, twin)
+
+
+@pytest.mark.ranks(2)
 def test_fully_shard_divides_by_the_factor_it_is_told(ctx):
     gradients = []
     for factor in (None, 1.0):

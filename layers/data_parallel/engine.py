@@ -34,6 +34,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import itertools
 import logging
 import numbers
 import weakref
@@ -668,8 +669,10 @@ class Call:
 
     open: whether its backward is running. tells: whether the gradients of inputs will signal its end. If no input
     requires a gradient, or this backward doesn't reach the inputs, the call ends with the gradients of the unit's
-    parameters, or with the whole backward.
+    parameters, with the beginning of one that was over before it in forward, or with the whole backward.
     """
+
+    _turns = itertools.count()
 
     def __init__(self, unit: Unit):
         self.unit, self.open, self.tells = unit, False, False
@@ -677,6 +680,7 @@ class Call:
         self._ended = None  # id of the last backward in which this call ended
         self._before = set()  # nodes of autograd's graph that made the inputs
         self._addresses = _addresses(unit)
+        self._first, self._last = next(self._turns), None  # when its forward began and ended, among all calls
         unit.calls.add(self)
         unit.forwards += 1
         unit.repeats = unit.repeats or unit.forwards > 1
@@ -691,6 +695,7 @@ class Call:
         return _map(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
 
     def watch_outputs(self, output):
+        self._last = next(self._turns)
         self.unit.watch(output, self._begin, self._before)
 
     def to_end(self) -> bool:
@@ -708,6 +713,10 @@ class Call:
             return
         unit = self.unit
         unit.engine.begin_backward()
+        # Autograd runs nodes in the reverse order of forward: those of all calls after this one have run.
+        for other in [call for each in unit.engine.units for call in each._open_calls]:
+            if not other.tells and other._first > self._last:
+                other.end()
         self.open, unit.begun, self.tells = True, True, self.to_come()
         unit._open_calls.append(self)
         unit.use()
