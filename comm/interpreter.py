@@ -358,7 +358,7 @@ def fp32_to_fp8(values: np.ndarray, dtype) -> np.ndarray:
 
 
 def _is_bf16(handle) -> bool:
-    return isinstance(handle, stock.TensorHandle) and handle.dtype.scalar == tl.bfloat16
+    return isinstance(handle, stock.TensorHandle) and handle.dtype.scalar.name == "bf16"
 
 
 def _widened(handle):
@@ -395,8 +395,10 @@ class Builder(stock.InterpreterBuilder):
     # arithmetic
 
     def binary_op(self, lhs, rhs, op):
-        result = _in_fp32(super().binary_op, lhs, rhs, op)
-        if result.data.dtype == np.bool_:
+        compute = super().binary_op
+        of_bf16 = "bf16" in (lhs.dtype.scalar.name, rhs.dtype.scalar.name)
+        result = _in_fp32(compute, lhs, rhs, op) if of_bf16 else compute(lhs, rhs, op)
+        if result.data.dtype.kind == "b":
             # Stock labels a comparison's result with its operands' type, so a later cast would misread it.
             return stock.TensorHandle(result.data, tl.int1)
         return result
@@ -472,10 +474,48 @@ class Builder(stock.InterpreterBuilder):
         return loaded
 
 
-class Semantic(stock.TritonSemantic):
-    """The semantics of `tl` operators, with a cheaper overflow check."""
+# The integer types, each with its least and its greatest value.
+_RANGES = {
+    name: (dtype.get_int_min_value(), dtype.get_int_max_value())
+    for name in (*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES)
+    for dtype in [tl.dtype(name)]
+}
 
-    _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+class Semantic(stock.TritonSemantic):
+    """The semantics of `tl` operators, with shorter ways for what kernels mostly compute: addresses and counts."""
+
+    _EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+
+    def binary_op_type_checking_impl(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        """Operands of one type are not converted, and a constant takes the type of the integers beside it."""
+        lhs, rhs = self._beside(lhs, rhs), self._beside(rhs, lhs)
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
+            left, right = lhs.dtype.name, rhs.dtype.name
+            if left == right and (left in _RANGES or not (div_or_mod or lhs.dtype.is_ptr())):
+                return self.broadcast_impl_value(lhs, rhs)
+            if allow_lhs_ptr and right in _RANGES and lhs.dtype.is_ptr():
+                return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(
+            lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+
+    def broadcast_impl_value(self, lhs, rhs):
+        return (lhs, rhs) if lhs.shape is rhs.shape else super().broadcast_impl_value(lhs, rhs)
+
+    def _beside(self, value, other):
+        """An operand; if it is an int beside integers that can hold it, or beside pointers, a tensor."""
+        if type(value) is not int or not isinstance(other, tl.tensor) or other.dtype.is_bool():
+            return value
+        dtype = "int32" if other.dtype.is_ptr() else other.dtype.name
+        lowest, highest = _RANGES.get(dtype, (0, -1))
+        return self._constant(value, dtype) if lowest <= value <= highest else value
+
+    @functools.lru_cache(4096)  # noqa: B019  (there is one of these)
+    def _constant(self, value: int, dtype: str):
+        return self.scalar_constant(value, tl.dtype(dtype))
 
     def binary_op_sanitize_overflow_impl(self, lhs, rhs, binary_op):
         """Check integer arithmetic for overflow, in numpy.
@@ -487,9 +527,11 @@ class Semantic(stock.TritonSemantic):
         if dtype.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
             return
         exact = self._EXACT[binary_op.__name__]
-        lowest, highest = dtype.get_int_min_value(), dtype.get_int_max_value()
+        lowest, highest = _RANGES[dtype.name]
         lhs, rhs = lhs.handle.data, rhs.handle.data
-        if all(lowest <= exact(x, y) <= highest for x in _bounds(lhs) for y in _bounds(rhs)):
+        others = _bounds(rhs)
+        extremes = [exact(x, y) for x in _bounds(lhs) for y in others]
+        if lowest <= min(extremes) and max(extremes) <= highest:
             return
         results = exact(lhs.astype(np.int64), rhs.astype(np.int64))
         for found in (results.min(), results.max()):
@@ -506,22 +548,44 @@ def _bounds(values: np.ndarray) -> tuple[int, ...]:
     return (values.item(),) if values.size == 1 else (int(values.min()), int(values.max()))
 
 
-# A third of a kernel's time goes into the shapes and types of its tensors, which stock makes anew for each.
+# Most of a kernel's time goes into the types and shapes of its tensors: stock makes them anew for each tensor, and
+# compares some five for each operation.
 
-_init_stock_block_type = tl.core.block_type.__init__
+
+def _equal_dtypes(dtype, other) -> bool:
+    if type(other) is not tl.dtype:
+        other = _without_constexpr(other)
+    return isinstance(other, tl.dtype) and dtype.name == other.name
+
+
+_BARE = {tl.tensor, tl.dtype, int, bool, float, str, types.NoneType}
+_unwrap_in_sequences = tl.core._unwrap_if_constexpr
+
+
+def _unwrap_if_constexpr(value):
+    return value if type(value) in _BARE else _unwrap_in_sequences(value)
+
+
+_init_stock_block_type = tl.block_type.__init__
 
 
 @functools.cache
-def _block_type_of_int32(shape: tuple[int, ...]) -> tuple[dict, str]:
-    """Its attributes, and its shape in words."""
-    made = object.__new__(tl.core.block_type)
+def _block_type_of_int32(shape: tuple[int, ...]) -> dict:
+    """Its attributes, and what tensors of that shape share."""
+    made = object.__new__(tl.block_type)
     _init_stock_block_type(made, tl.int32, list(shape))
-    return vars(made), str(made.shape)
+    return vars(made) | {"of_tensors": _shape_and_size(shape)}
+
+
+@functools.cache
+def _name_of_block_type(shape: tuple[int, ...], element_ty: str) -> str:
+    return f"<{_block_type_of_int32(shape)['shape']}, {element_ty}>"
 
 
 def _init_block_type(block_type, element_ty, shape):
-    attributes, text = _block_type_of_int32(tuple(map(_without_constexpr, shape)))
-    vars(block_type).update(attributes, element_ty=element_ty, name=f"<{text}, {element_ty}>")
+    shape = tuple(map(_without_constexpr, shape))
+    name = _name_of_block_type(shape, element_ty.name)
+    vars(block_type).update(_block_type_of_int32(shape), element_ty=element_ty, name=name)
 
 
 @functools.cache
@@ -531,7 +595,17 @@ def _shape_and_size(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
 
 def _init_tensor(tensor, handle, type):
     tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-    tensor.shape, tensor.numel = _shape_and_size(tuple(type.shape) if type.is_block() else ())
+    shared = getattr(type, "of_tensors", None) or _shape_and_size(tuple(type.shape) if type.is_block() else ())
+    tensor.shape, tensor.numel = shared
+
+
+_SIZES = {name: max(8, tl.dtype(name).primitive_bitwidth) // 8 for name in (*_RANGES, *tl.dtype.FP_TYPES)}
+_check_any_handle = stock.TensorHandle.__post_init__
+
+
+def _check_handle(handle):
+    if handle.data.itemsize > _SIZES.get(handle.dtype.name, 0):
+        _check_any_handle(handle)
 
 
 def _pointers_of_descriptor(descriptor, offsets):
@@ -632,11 +706,23 @@ def _rewrite(function):
     return function.rewritten_fn[function.fn]
 
 
+def _patch_function(of, name: str, function, *_):
+    """Replace a function of `tl` by one that is called without `_semantic`."""
+    implementation = getattr(function, "__wrapped__", function)  # beneath a check that `_semantic` is passed
+
+    def interpreted(*args, **kwargs):
+        kwargs["_semantic"] = stock.interpreter_semantic
+        return implementation(*args, **kwargs)
+
+    setattr(of, name, interpreted)
+
+
 def _patch_language():
     """Replace every function of `tl` by its interpreted version, permanently.
 
     Stock does so for the duration of a launch, which costs time in each launch and call and is a race between launches.
     """
+    stock._patch_attr = _patch_function
     stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     stock._patch_lang = lambda fn: stock._LangPatchScope()
     # NumPy 2.4 refuses int() of a one-element array; triton 3.6 relies on it.
@@ -661,10 +747,13 @@ def install() -> None:
     _interpret_from_now_on()
     stock.interpreter_builder.__class__ = stock.InterpreterBuilder = Builder
     stock.interpreter_semantic.__class__ = stock.TritonSemantic = Semantic
+    stock.TensorHandle.__post_init__ = _check_handle
     stock._get_np_dtype = _numpy_type
     stock.ReduceScanOpInterface.apply = _reduce_or_scan
     stock.TensorDescHandle.materialize_pointers = _pointers_of_descriptor
-    tl.core.block_type.__init__ = _init_block_type
+    tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
+    tl.dtype.__eq__ = _equal_dtypes
+    tl.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
     stock.GridExecutor.__call__ = _launch_kernel
     stock.InterpretedFunction.__call__ = _call_device_function

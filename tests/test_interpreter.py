@@ -381,6 +381,34 @@ def test_overflow_of_one_offset_of_several_is_an_error(first, found):
         several_offsets_kernel[(1,)](out, first, 2**16)
 
 
+@triton.jit
+def beside_kernel(out, x, CONSTANT: tl.constexpr):
+    sum = tl.load(x) + CONSTANT
+    tl.store(out, sum)
+    tl.store(out + 1, sum.dtype.primitive_bitwidth)
+    tl.store(out + 2, sum.dtype.is_int_unsigned())
+    difference = CONSTANT - tl.load(x)
+    tl.store(out + 3, difference)
+    tl.store(out + 4, difference.dtype.primitive_bitwidth)
+
+
+@pytest.mark.parametrize(
+    "dtype, constant, bits",
+    [(torch.int8, 100, 8), (torch.uint8, 200, 8), (torch.int32, -5, 32), (torch.int64, 2**40, 64), (torch.bool, 7, 32)],
+    ids=str,
+)
+def test_a_constant_takes_the_type_of_the_integers_beside_it(dtype, constant, bits):
+    x, out = torch.ones(1, dtype=dtype), torch.zeros(5, dtype=torch.int64)
+    beside_kernel[(1,)](out, x, constant)
+    assert out.tolist() == [constant + 1, bits, dtype == torch.uint8, constant - 1, bits]
+
+
+@pytest.mark.parametrize("dtype, constant", [(torch.int8, 128), (torch.uint8, -1), (torch.int32, 2**31)], ids=str)
+def test_a_constant_that_the_integers_beside_it_cannot_be_is_refused(dtype, constant):
+    with pytest.raises(ValueError, match="out of range|negative scalar"):
+        beside_kernel[(1,)](torch.zeros(5, dtype=torch.int64), torch.ones(1, dtype=dtype), constant)
+
+
 # reductions
 
 
