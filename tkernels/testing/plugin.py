@@ -265,6 +265,8 @@ def _load(name: str, path: str):
 
     Its asserts are pytest's rewritten ones, so that one that fails on a rank shows its values.
     """
+    from tkernels.launch import no_collection
+
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__file__", None) == path:
         return module
@@ -274,7 +276,8 @@ def _load(name: str, path: str):
     code = _rewritten(Path(path))
     sys.modules[name] = module
     try:
-        exec(code, vars(module))
+        with no_collection():
+            exec(code, vars(module))
     except BaseException:
         del sys.modules[name]
         raise
