@@ -1,4 +1,6 @@
+import atexit
 import collections
+import gc
 import os
 import signal
 import tempfile
@@ -14,6 +16,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 # processes inherit it.
 _cache = tempfile.TemporaryDirectory(prefix="tkernels-tests-")
 os.environ["TKERNELS_CACHE"] = _cache.name
+
+# What is there when all tests are collected stays: without the garbage collector it takes half the time until then, and
+# a collection that a test or pytest itself asks for need not walk over it.
+gc.disable()
+atexit.register(gc.unfreeze)  # or nanobind takes the rest for leaks
 
 # Without GPUs, of which a rank wants one for itself, the whole suite runs in as many processes as there are cores. More
 # than these would want much memory: each keeps ranks of its own.
@@ -72,6 +79,11 @@ def pytest_cmdline_main(config):
         processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
         option.numprocesses, option.dist = processes if processes > 1 else 0, "worksteal"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
