@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -39,6 +40,48 @@ class _Arrival(NamedTuple):
     line: str
     alike: dict
     value: object
+
+
+class _Watch:
+    """Calls what a block has not ended in time for, in one thread.
+
+    A threading.Timer would start one for each block, which takes twice as long as a meeting does otherwise.
+    """
+
+    def __init__(self):
+        self._changed, self._due, self._thread, self._wakes = threading.Condition(), {}, None, 0.0
+
+    @contextlib.contextmanager
+    def over(self, seconds: float, function):
+        key, limit = object(), time.monotonic() + seconds
+        with self._changed:
+            self._due[key] = limit, function
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tkernels-watch", daemon=True)
+                self._thread.start()
+            elif limit < self._wakes:
+                self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._due.pop(key, None)
+
+    def _run(self):
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                late = [key for key, (limit, _) in self._due.items() if limit <= now]
+                functions = [self._due.pop(key)[1] for key in late]
+                if not late:
+                    self._wakes = min((limit for limit, _ in self._due.values()), default=now + PATIENCE_S)
+                    self._changed.wait(self._wakes - now)
+            while functions:
+                functions.pop()()
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.__init__)  # which has neither the thread nor the meetings
 
 
 class Group:
@@ -145,18 +188,18 @@ class Group:
             self._number += 1
             meeting = f"tkernels/{self.name}/meeting {self._number}"
         number = _meetings[self._key] = _meetings[self._key] + 1
-        timer = threading.Timer(PATIENCE_S, self._name_late, (store, number, f"{call} ({line})"))
-        timer.daemon = True
-        if store is not None:
-            with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
-                store.set(f"{self._key}/{self.rank}", json.dumps([number, meeting, call, line]))
-                timer.start()
-        try:
-            if meeting and store is not None:
+        if store is None:
+            yield
+            return
+        told = False
+        with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
+            store.set(f"{self._key}/{self.rank}", json.dumps([number, meeting, call, line]))
+            told = True
+        name_late = functools.partial(self._name_late, store, number, f"{call} ({line})")
+        with _watch.over(PATIENCE_S, name_late) if told else contextlib.nullcontext():
+            if meeting:
                 self._await_all(store, meeting)
             yield
-        finally:
-            timer.cancel()
 
     def _last_calls(self, store: dist.Store) -> list[tuple[int, str | None, str, str]]:
         """By rank: of the last meeting that it has come to, the number, the name, the call, the line of the program."""
