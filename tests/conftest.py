@@ -81,7 +81,8 @@ def pytest_cmdline_main(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(tryfirst=True)  # after the collection; called in pytest-xdist's first process, too, which has none
+def pytest_runtestloop():
     gc.freeze()
     gc.enable()
 
