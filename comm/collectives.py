@@ -42,6 +42,7 @@ from tkernels.comm.device import (
     operation,
     put,
     put_packets,
+    quiet,
     signal_all,
     wait_begun,
     wait_packets,
@@ -463,7 +464,9 @@ def barrier_kernel(state, table, rank, call, L):
 @triton.jit(do_not_specialize=["rank", "call"])
 def announce_kernel(state, table, rank, call, L):
     """Tell every peer which call this rank has begun, and end it without a wait for theirs."""
-    end_epoch(state, begin_call(state, call, Net(table, rank), L))
+    epoch = begin_call(state, call, Net(table, rank), L)
+    quiet(L)  # no peer waits for it, and the memory that it goes to may be another's before long
+    end_epoch(state, epoch)
 # fmt: on
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import tkernels
-from tkernels.comm import runtime
+from tkernels.comm import runtime, simulated_network
 from tkernels.comm.device import Net, fence, operation, peer, put, put_signal, quiet, wait_signal
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.simulated_network import nodes_of
@@ -46,6 +46,19 @@ def test_nodes_of_reads_a_number_for_each_rank(monkeypatch):
 def test_operations_are_exact_across_nodes(ctx):
     with two_nodes(ctx) as ctx:
         _check_operations(ctx)
+
+
+@pytest.mark.ranks(2)
+def test_reserve_larger_memory_gets_no_signals_that_were_for_the_memory_before(ctx):
+    network = simulated_network._network
+    with two_nodes(ctx) as ctx, mock.patch.object(simulated_network, "LATE_S", 0.1):
+        workspace = ctx.workspace().reserve(num_chunks=1)
+        for _ in range(4):
+            workspace.reserve(inbox_bytes=workspace.inbox_bytes + 4096)
+            network.wait_until(lambda: not network.underway)
+            ctx.group.barrier()
+            assert not workspace.begun.any() and not workspace.ready.any()
+            tkernels.barrier(ctx=ctx)
 
 
 def _check_operations(ctx, M=38, N=32, K=32):
