@@ -274,7 +274,8 @@ class Context:
         if kind is None or self.size == 1:
             self.finalize()
         else:  # other ranks may not have raised, and finalize() would wait for them
-            self.fail(f"{kind.__name__}: {error}")
+            if not issubclass(kind, SystemExit) or error.code:  # else nothing has failed, and peers may be at work
+                self.fail(f"{kind.__name__}: {error}")
             self.reported = True  # an error is on its way
             self.abandon()
 
@@ -407,9 +408,9 @@ class Context:
         Not collective: for an error on one rank, which keeps it from what its peers wait for. The context can't be used
         any more. Does nothing if it can't be already. cause: for the error.
         """
-        if not self.failed and self.size > 1:
-            self._interruption = f"rank {self.rank} has failed: {cause}. {AFRESH}"
-            with contextlib.suppress(RuntimeError):  # of the device, which may be what has failed
+        with contextlib.suppress(RuntimeError):  # of the device, which may be what has failed
+            if not self.failed and self.size > 1:
+                self._interruption = f"rank {self.rank} has failed: {cause}. {AFRESH}"
                 self.group.tell(f"{self.name}/failure", self._interruption, (), 0)
                 self._end_waits(device.FAILED)
 

@@ -219,6 +219,27 @@ def test_init_a_rank_that_leaves_its_block_with_an_error_is_named_where_a_peer_w
             own.check()
 
 
+@pytest.mark.ranks(2)
+def test_init_a_rank_that_exits_its_block_without_an_error_ends_no_peers_waits(ctx):
+    with pytest.raises(SystemExit), tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as own:
+        if ctx.rank == 0:
+            sys.exit()
+        ctx.group.barrier()
+        own.check()
+        sys.exit(0)
+    if ctx.rank == 0:
+        ctx.group.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_fail_leaves_the_error_of_a_device_that_answers_no_more(ctx):
+    own, lost = tkernels.init(ctx.group.process_group, heap_bytes=4 << 20), RuntimeError("of the device")
+    with mock.patch.object(Context, "failed", mock.PropertyMock(side_effect=lost)), pytest.raises(KeyError), own:
+        raise KeyError("mine")
+    with pytest.raises(TkernelsError, match="is not open"):
+        find_context(own.name)
+
+
 def calls_that_differ(ctx):
     """(a call of this rank that another one's doesn't fit, what is raised, what it says)"""
     x, w = torch.zeros((8, 10)[ctx.rank], 16, device=ctx.device), torch.zeros(8, 16, device=ctx.device)
