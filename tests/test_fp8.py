@@ -351,6 +351,18 @@ def test_operators_are_seen_by_torch_compile_and_take_leading_dimensions(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_all_gather_matmul_whose_scales_need_a_workspace_that_its_rows_do_not(ctx):
+    x, w = (integers((rows, 64), E4M3, 1, -8, 8, ctx.device) for rows in (8192, 16))
+    scales = {"x_scale": powers(8192, 2 + ctx.rank).to(ctx.device), "w_scale": torch.ones(16, device=ctx.device)}
+    with tkernels.init(heap_bytes=16 << 20, timeout_s=20) as small:  # which has no room for packets in advance
+        gathered = tkernels.all_gather_matmul(x, w, None, None, True, path="plain", ctx=small, **scales)[1:]
+        assert torch.equal(gathered[0].float(), torch.cat([x, x]).float())
+        want = torch.cat([powers(8192, 2 + rank) for rank in range(2)])
+        assert torch.equal(gathered[1].view(-1).cpu(), want)
+        small.check()
+
+
+@pytest.mark.ranks(2)
 def test_operations_refuse_by_name_what_they_do_not_take(ctx):
     x, w = integers((16, 32), E4M3, 1, device=ctx.device), integers((16, 32), E4M3, 2, device=ctx.device)
     scales = {"x_scale": torch.ones(1, device=ctx.device), "w_scale": torch.ones(1, device=ctx.device), "ctx": ctx}
