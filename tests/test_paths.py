@@ -198,9 +198,10 @@ def test_operations_whose_rows_the_heap_cant_hold_take_the_plain_path_and_say_so
     with tkernels.init(heap_bytes=1 << 19) as small, mock.patch.object(paths._log, "warning") as warned:
         for name in OPERATIONS:
             gathers = name == "all_gather_matmul"
-            x = [integers((M // 2 if gathers else M, K), torch.float32, rank, device=ctx.device) for rank in range(2)]
             w = [integers((N, K), torch.float32, 2 + rank, device=ctx.device) for rank in range(2)]
-            for _ in range(2):
+            for rows in (2 * M, M):
+                shape = rows // 2 if gathers else rows, K
+                x = [integers(shape, torch.float32, rank, device=ctx.device) for rank in range(2)]
                 y = getattr(tkernels, name)(x[ctx.rank], w[ctx.rank], ctx=small)
             want = torch.cat(x) @ w[ctx.rank].t() if gathers else x[0] @ w[0].t() + x[1] @ w[1].t()
             assert torch.equal(y, want.chunk(2)[ctx.rank] if name == "matmul_reduce_scatter" else want)

@@ -191,16 +191,19 @@ def _choice(ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype
     if ctx.size > 1 and not inboxes_fit(ctx.heap, arrives, landing=False):
         problem = model.Problem(operation, M, width, width, dtype, ranks=ctx.size, gpu=gpu_here(), mapped=ctx.mapped)
         if not (model.wire_of(problem).landing and inboxes_fit(ctx.heap, arrives, landing=True)):
-            return _too_large(operation, arrives, ctx.heap.num_bytes)
+            _warn_of_heap(operation, ctx.heap.num_bytes)
+            held = f"a heap of {ctx.heap.num_bytes}; pass init(heap_bytes=...)"
+            return Choice("plain", f"{arrives} bytes of symmetric memory are too many for {held}")
     return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here())
 
 
 @functools.cache
-def _too_large(operation: str, num_bytes: int, heap_bytes: int) -> Choice:
-    """Logs a warning, once, since nothing is overlapped."""
-    reason = f"{num_bytes} bytes of symmetric memory are too many for a heap of {heap_bytes}; pass init(heap_bytes=...)"
-    _log.warning("%s takes the plain path: %s", operation, reason)
-    return Choice("plain", reason)
+def _warn_of_heap(operation: str, heap_bytes: int):
+    """Once, whatever the sizes, since nothing is overlapped."""
+    _log.warning(
+        "%s takes the plain path for sizes that are too large for a heap of %d bytes; pass init(heap_bytes=...)",
+        operation, heap_bytes,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
