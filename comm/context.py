@@ -482,8 +482,8 @@ class Context:
     def check(self):
         """Raise WaitTimeoutError if a wait timed out on this rank or on a peer that reported it. Waits for the device.
 
-        Raises MismatchError if two ranks' calls differed, and TkernelsError once the context is closed, or if a kernel
-        of this rank was interrupted.
+        Raises MismatchError if two ranks' calls differed, and TkernelsError once the context is closed, if a rank has
+        failed (`fail`), or if a kernel of this rank was interrupted.
         """
         if self.closed:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
