@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tkernels
 from tkernels import choice, fused, gemm, staging
 from tkernels.choice import overlap_config, product_way, product_ways
-from tkernels.comm import runtime
+from tkernels.comm import collectives, runtime
 from tkernels.comm.allocator import merged
 from tkernels.comm.calls import LocalCalls
 from tkernels.comm.device import TIMEOUT_NS
@@ -262,14 +262,18 @@ def assert_stages(ctx, call, want, copied: int):
 
 @contextlib.contextmanager
 def launches():
-    """The launches of a block: name of the kernel, number of programs, and its arguments and constants by name."""
+    """The launches of a block: name of the kernel, number of programs, and its arguments and constants by name.
+
+    But for the one before a workspace grows, as it does or not by what was called before.
+    """
     launched, call = [], PreparedLaunch.__call__
 
     def watch(launch, *tensors):
         arguments = dict(launch._arguments)
         for constants in [value for value in arguments.values() if isinstance(value, tuple)]:
             arguments |= {name: value.value for name, value in constants._asdict().items()}
-        launched.append((launch._kernel.__name__, launch._num_programs, arguments))
+        if launch._kernel is not collectives.announce_kernel:
+            launched.append((launch._kernel.__name__, launch._num_programs, arguments))
         return call(launch, *tensors)
 
     with mock.patch.object(PreparedLaunch, "__call__", watch):
