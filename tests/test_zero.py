@@ -328,6 +328,18 @@ def test_zero_optimizer_refuses_on_every_rank_what_one_rank_has_noticed(ctx):
             own.check()
 
 
+@pytest.mark.ranks(2)
+def test_zero_optimizer_over_torch_refuses_on_every_rank_what_has_changed_on_one(ctx):
+    """As of a load of a parameter that one rank owns: over torch.distributed the other would meet no call of ours."""
+    weights = [nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(2)]
+    zero = ZeroOptimizer(weights, torch.optim.SGD, mesh=ctx, backend="torch", partition="parameters", lr=0.5)
+    with torch.no_grad():
+        weights[1].fill_(3.0)
+    sum(weights).sum().backward()
+    with pytest.raises(ValueError, match="step: parameter 1 of .* changed elsewhere"):
+        zero.step()
+
+
 def small_model(ctx):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(ctx.device)

@@ -334,14 +334,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Raises ValueError for a write that the gathers would undo.
 
         torch doesn't count every write, and a rank owns only some values: others, which have found none, go on, and
-        meet this rank's barrier in their next call. Then all raise MismatchError.
+        meet this rank's barrier in their next call. Then all raise MismatchError. Over torch.distributed they would
+        meet nothing, so there all ranks that have been written to compare.
         """
-        if self._engine.written and (changed := self._engine.changed()):
-            for stream in {self._engine.dev.current_stream(), self.comm_stream or self._engine.dev.current_stream()}:
+        if not self._engine.written:
+            return
+        changed, current = self._engine.changed(), self._engine.dev.current_stream()
+        if self._wires[self.ctx].ctx is not None:
+            if not changed:
+                return
+            for stream in dict.fromkeys((self.comm_stream or current, current)):  # in one order on all ranks
                 with self._engine.dev.stream(stream):
                     barrier(self.ctx, f"ZeroOptimizer.step of parameters that changed elsewhere: {REFRESH}")
             self.ctx.check()
-            with self.ctx.group.checking():
+        with self.ctx.group.checking():
+            if changed:
                 raise ValueError(
                     f"ZeroOptimizer.step: {listed(changed)} changed elsewhere, as by load_state_dict, which the "
                     f"next gather would undo; {REFRESH}"
