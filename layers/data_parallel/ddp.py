@@ -553,10 +553,10 @@ class OverlappedDDP(nn.Module):
             )
         if not parameters.isdisjoint(self.shards):
             if kind := not_elementwise(type(optimizer)):
+                other = "" if kind == "LBFGS" else ", or take ZeroOptimizer with partition='parameters'"
                 raise ValueError(
                     f"OverlappedDDP: {kind} looks at whole parameters, but each rank updates pieces of them; pass "
-                    f"use_distributed_optimizer=False and don't overlap the gathers, or take ZeroOptimizer with "
-                    f"partition='parameters', or fully_shard"
+                    f"use_distributed_optimizer=False and don't overlap the gathers{other}"
                 )
             for bucket in self.buckets:
                 if changed := bucket.overridden:
