@@ -66,6 +66,12 @@ def resources():
     return {"files": len(os.listdir("/proc/self/fd")), "segments": segments, "memory": memory}
 
 
+def resources_before():
+    """Collective. `resources`, without what earlier tests have abandoned, which the next init frees."""
+    tkernels.init(heap_bytes=1 << 20).finalize()
+    return resources()
+
+
 def check_gather(context, value=0.0):
     """Collective. An operation over the context gives the ranks' own values in their order."""
     mine = torch.full((3, 5), value + context.rank, device=context.device)
@@ -76,7 +82,7 @@ def check_gather(context, value=0.0):
 @pytest.mark.ranks(2)
 def test_what_ranks_abandon_at_different_times_is_given_back_where_they_meet_next(ctx):
     tkernels.init(heap_bytes=4 << 20).finalize()
-    before = resources()
+    before = resources_before()
     context, counted = tkernels.init(heap_bytes=4 << 20, default=False), []
     assert len(set(ctx.group.gather(context.name))) == 1
     for rank in range(2):
@@ -102,7 +108,7 @@ def test_init_and_finalize_twenty_times_leave_nothing_behind(ctx):
             check_gather(context, 10.0 * round)
 
     once(0)  # what is made once a process, such as compiled kernels
-    before = resources()
+    before = resources_before()
     for round in range(20):
         once(round)
     assert resources() == before
@@ -423,7 +429,7 @@ def test_init_compare_calls_ends_with_the_limit_and_names_the_rank_that_is_missi
 @pytest.mark.quick
 @pytest.mark.ranks(2)
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
-    before = resources()
+    before = resources_before()
     for options, told in [
         ({"num_programs": 3 + ctx.rank}, "num_programs by rank: 3, 4"),
         ({"timeout_s": 1.5 + ctx.rank}, "timeout_s by rank: 1.5, 2.5"),
@@ -450,7 +456,7 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
     with pytest.raises(ValueError, match="transport='rdma' is unknown; use auto, simulated, peer, nvshmem"):
         tkernels.init(transport="rdma")
     elsewhere = "peer" if ctx.runtime == "simulated" else "simulated"
-    before = resources()
+    before = resources_before()
     with pytest.raises(ValueError, match=f"'{elsewhere}' can't reach every rank on the {ctx.runtime} runtime; usable"):
         tkernels.init(transport=elsewhere, heap_bytes=1 << 20)
     assert resources() == before
@@ -468,7 +474,7 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
 @pytest.mark.ranks(2)
 def test_init_raises_on_every_rank_where_the_memory_of_one_fails(ctx, monkeypatch):
     tkernels.init(heap_bytes=1 << 20).finalize()  # gives back what earlier local calls have kept
-    before = resources()
+    before = resources_before()
     failing = [(Context, "make_table", r"made: RuntimeError: out of memory. Is the device's memory full\? ")]
     if ctx.runtime == "simulated":
         calls = (os, "memfd_create"), (os, "ftruncate"), (mmap, "mmap")
@@ -503,7 +509,7 @@ def test_a_rank_of_another_runtime_and_more_memory_than_there_is_are_refused_on_
         tkernels.init(heap_bytes=1 << 20)
     monkeypatch.undo()
     assert "runtime by rank: simulated, nvshmem" in message_on_every_rank(ctx, different.value)
-    before = resources()
+    before = resources_before()
     with pytest.raises(RuntimeError, match="could not map .*: OSError: .*pass a smaller heap_bytes") as too_much:
         tkernels.init(heap_bytes=1 << 55)
     message_on_every_rank(ctx, too_much.value)
@@ -587,7 +593,7 @@ def test_as_context_finds_or_makes_the_context_of_a_mesh_or_group(ctx):
 
 @pytest.mark.ranks(2)
 def test_as_context_leaves_a_context_whose_process_group_was_destroyed(ctx):
-    before, default = resources(), current_context()
+    before, default = resources_before(), current_context()
     for _ in range(2):
         first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
         context = tkernels.init(first, heap_bytes=4 << 20)
@@ -631,7 +637,7 @@ def test_as_context_makes_one_context_for_all_threads(ctx):
 def test_as_context_raises_on_every_rank_what_fails_on_one(ctx, monkeypatch):
     group = dist.new_group([0, 1])
     monkeypatch.setattr(contexts, "open_contexts", lambda *_: [])  # as if the pair had none
-    before = resources()
+    before = resources_before()
     with monkeypatch.context() as patch:
         if ctx.rank == 1:
             patch.setattr(simulated_runtime, "_map", mock.Mock(side_effect=OSError("no more files")))
@@ -911,7 +917,7 @@ def test_ranks_out_of_step_all_hear_where_each_of_them_is(ctx):
 @pytest.mark.parametrize("failure", ["wait", "exception", "exception on all"])
 def test_after_a_failure_of_one_rank_all_meet_again_in_init(ctx, failure):
     tkernels.init(heap_bytes=4 << 20).finalize()
-    before = resources()
+    before = resources_before()
     for _ in range(2):
         context = tkernels.init(heap_bytes=4 << 20)
         check_gather(context)

@@ -103,7 +103,7 @@ def test_explain_predicts_each_way_on_a_gpu_as_the_command_does(ctx, monkeypatch
     monkeypatch.setattr(paths.runtime, "RUNTIME", "nvshmem")
     paths._choose.cache_clear()
     with mock.patch("tkernels.choice.gpu_here", lambda: GPUS["NVIDIA H200"]):
-        with mock.patch.object(ctx, "num_programs", 132):
+        with mock.patch.object(ctx, "num_programs", 132), mock.patch.object(ctx.heap, "num_bytes", 2 << 30):
             choice = tkernels.explain("matmul_all_reduce", 8192, 8192, 8192, torch.bfloat16, ctx=ctx)
     paths._choose.cache_clear()
     names = [way.name for way in choice.ways]

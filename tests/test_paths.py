@@ -193,7 +193,7 @@ def test_explain_of_one_program_refuses_what_a_program_beside_would_send(operati
 
 
 @pytest.mark.ranks(2)
-def test_operations_whose_rows_the_heap_cant_hold_take_the_plain_path_and_say_so(ctx):
+def test_explain_of_rows_that_the_heap_cant_hold_is_plain_and_calls_say_so(ctx):
     M, N, K = 1024, 40, 40  # 164 KB of fp32 travel, to the inboxes 2.5 times as much
     with tkernels.init(heap_bytes=1 << 19) as small, mock.patch.object(paths._log, "warning") as warned:
         for name in OPERATIONS:

@@ -320,8 +320,8 @@ class ParamGroup:
             if parameter.writes != writes:
                 raise TypeError(
                     f"fully_shard: the forward of {type(module).__name__} has written to {parameter.name}, as an "
-                    f"embedding with max_norm= does, which no other rank sees, nor the sharded parameter if this one "
-                    f"was gathered; write to the sharded parameter, between steps"
+                    f"embedding with max_norm= does; nothing brings that to other ranks, or to the sharded parameter; "
+                    f"write between steps, to the sharded parameter"
                 )
 
     def conceal(self):
