@@ -77,7 +77,8 @@ class _Watch:
                     self._wakes = min((limit for limit, _ in self._due.values()), default=now + PATIENCE_S)
                     self._changed.wait(self._wakes - now)
             while functions:
-                functions.pop()()
+                with contextlib.suppress(Exception):  # of a group that has ended meanwhile
+                    functions.pop()()
 
 
 _watch = _Watch()
