@@ -437,6 +437,7 @@ class Context:
             return
         from tkernels.comm.collectives import announce_kernel
 
+        # Nothing else holds it for peers that ask later.
         self._shared[GROWING] = self._growing = Shared.of(*(self.group.described() or ("a call", {})))
         self.group.tell(f"{self.name}/{GROWING}", self._growing.to_json(), (), 0)
         self.launch(
