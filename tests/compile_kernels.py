@@ -269,7 +269,6 @@ def _cases() -> list[Case]:
         cases.append(Case("collect", dtype, "misaligned", misaligned=True))
     for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
         cases.append(Case("barrier", "", ranks=ranks, transport=transport))
-        cases.append(Case("growth", "", ranks=ranks, transport=transport))
         cases.append(Case("clocks", "", ranks=ranks, transport=transport))
     for transport in ("peer", "nvshmem"):
         cases.append(Case("channel", "", "wait", ranks=2, transport=transport))
@@ -611,9 +610,6 @@ def _call(case: Case):
             ctx.recorder = Recorder(ctx, DEFAULT_MARKS)
         if case.operation == "barrier":
             ctx.barrier()
-        elif case.operation == "growth":  # the first time there is nobody to tell
-            for num_bytes in (1 << 20, 1 << 24):
-                ctx.workspace().reserve(inbox_bytes=num_bytes)
         elif case.operation == "finish":
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
             total = torch.empty(M, N)
