@@ -18,6 +18,7 @@ with programs p of its peers.
 All three ways sum in fp32 in rank order: the result has the same bits on every run and on every rank.
 """
 
+import itertools
 import math
 import operator
 from dataclasses import dataclass, fields
@@ -66,9 +67,10 @@ MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums
 # Each copy has a fixed cost, a time in which programs move this many landed bytes to their destination. After the last
 # copy, its bytes are moved with no copy left to overlap. So a part of n * COPY_COST_BYTES is sent in sqrt(n) copies.
 COPY_COST_BYTES = 4 << 20
+MOST_UNALIGNED_BYTES = 16 << 20  # larger all-reduces are one of whole vectors, and one of the elements behind them
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # indices into a workspace's state
 MOST_RANKS = 1 << 20
-AT_ONCE = 16  # pieces of a call are this part of the heap; the inboxes of an all-reduce's take up to 5 times that
+PART_FIELDS = tl.constexpr(3)  # of a part: its first element in the whole, its elements, the first where parts arrive
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -175,6 +177,13 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
     return rows
 
 
+def part_table(parts: list[int], starts: list[int] | None = None) -> list[int]:
+    """PART_FIELDS numbers for each part of so many elements. starts: in the whole; None: one after the other."""
+    places = [0, *itertools.accumulate(parts)][:-1]
+    fields = zip(places if starts is None else starts, parts, places, strict=True)
+    return [number for each in fields for number in each]
+
+
 class Packets(NamedTuple):
     """A block of packets of each rank: that of the first, how many from one to the next, and the epoch they carry."""
 
@@ -191,11 +200,15 @@ def chunk_count(part, chunk):
 
 
 @triton.jit
-def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """First element and number of elements of a rank's part, both multiples of ALIGN bytes."""
+def part_of(parts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr = False):
+    """First element and number of elements of a rank's part, both multiples of ALIGN bytes.
+
+    PACKED: where it arrives, since an inbox has only what is moved of parts at a time; else in the whole.
+    """
     VECTOR: tl.constexpr = max(ALIGN * 8 // DTYPE.primitive_bitwidth, 1)
-    start = tl.multiple_of(tl.load(starts + rank), VECTOR)
-    return start, tl.multiple_of(tl.load(starts + rank + 1) - start, VECTOR)
+    part = parts + rank * PART_FIELDS
+    start = tl.multiple_of(tl.load(part + 2 if PACKED else part), VECTOR)
+    return start, tl.multiple_of(tl.load(part + 1), VECTOR)
 
 
 @triton.jit
@@ -210,29 +223,31 @@ def send_to_all(mail, dst, src, size, chunk, net, L, BLOCK: tl.constexpr, ALIGN:
 
 @triton.jit
 def receive_parts(
-    out, mail, starts, chunk, piece, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    out, mail, parts, chunk, piece, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr = False,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
     piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
+    PACKED: as in `part_of`; False takes fewer registers, where all of the whole is moved at once.
     """
     for step in range(1, L.RANKS):
         source = (net.rank + L.RANKS - step) % L.RANKS
-        start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
+        start, part = part_of(parts, source, out.dtype.element_ty, ALIGN)
+        place, _ = part_of(parts, source, out.dtype.element_ty, ALIGN, PACKED)
         for index in range(tl.program_id(0), chunk_count(part, piece), tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
             mark(WAIT, number, source, net, L)
             wait_chunk(mail, source, number, net, L)
             mark(COPY, number, source, net, L)
-            copy(out + start + first, mail.memory + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
+            copy(out + start + first, mail.memory + place + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
 def all_gather_kernel(
     x, out,  # [own part], [whole]
     inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, delivered,
-    starts,  # [R + 1] first element of each part
+    parts,  # [R, PART_FIELDS]
     chunk, call,  # elements; see begin_call
     L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
@@ -240,19 +255,20 @@ def all_gather_kernel(
     net = Net(table, rank)
     epoch = begin_call(state, call, net, L)
     mail = Mail(inbox + parity(epoch) * inbox_stride, ready, delivered, max_chunks, epoch)
-    start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
+    start, part = part_of(parts, rank, x.dtype.element_ty, ALIGN)
+    place, _ = part_of(parts, rank, x.dtype.element_ty, ALIGN, PACKED=True)
     chunks = chunk_count(part, chunk)
     begin_mail(mail, gate, 0, net, L)
     if not L.COPIED:
         for index in range(pid, chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             size = tl.minimum(part - first, chunk)
-            send_to_all(mail, mail.memory + start + first, x + first, size, index, net, L, BLOCK, ALIGN)
+            send_to_all(mail, mail.memory + place + first, x + first, size, index, net, L, BLOCK, ALIGN)
     for index in range(pid, chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
-    receive_parts(out, mail, starts, chunk, chunk, net, L, BLOCK, ALIGN)
+    receive_parts(out, mail, parts, chunk, chunk, net, L, BLOCK, ALIGN, PACKED=True)
     end_mail(mail, state, copied, None, 0, call, net, L)
 
 
@@ -261,7 +277,7 @@ def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
     inbox, inbox_stride, part_stride, counters, num_counters, ready, max_chunks, state, table, rank,
     gate, copied, delivered,
-    starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
+    parts,  # [R, PART_FIELDS]; with WHOLE, the first is every part
     chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
     call,  # see begin_call
     L, GATHER: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
@@ -279,7 +295,7 @@ def reduce_kernel(
             first = tl.cast(index, tl.int64) * chunk
             for step in range(1, L.RANKS):
                 target = (rank + step) % L.RANKS
-                start, part = part_of(starts, target * OWN_PARTS, x.dtype.element_ty, ALIGN)
+                start, part = part_of(parts, target * OWN_PARTS, x.dtype.element_ty, ALIGN)
                 mark(SEND, index, target, net, L)
                 put(
                     mail.memory + rank * part_stride + first, x + start + first,
@@ -287,7 +303,7 @@ def reduce_kernel(
                 )
             signal_all(chunk_word(mail, rank, index), epoch, net, L)
 
-    start, part = part_of(starts, rank * OWN_PARTS, x.dtype.element_ty, ALIGN)
+    start, part = part_of(parts, rank * OWN_PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
     sums = second_phase(mail, (mail.memory + L.RANKS * part_stride).to(out.dtype), L)
     chunks = chunk_count(part, chunk)
@@ -302,12 +318,9 @@ def reduce_kernel(
         for offset in range(first, last, BLOCK):
             at = tl.cast(offset, tl.int64) + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
-            for source in range(L.RANKS):
-                if source == rank:
-                    total += tl.load(x + start + at, mask=at < last, other=0.0).to(tl.float32)
-                else:
-                    theirs = mail.memory + source * part_stride
-                    total += tl.load(theirs + at, mask=at < last, other=0.0).to(tl.float32)
+            for each in tl.static_range(L.RANKS):  # unrolled, so that all loads are on their way at once
+                theirs = tl.where(each == rank, x + start, mail.memory + each * part_stride)
+                total += tl.load(theirs + at, mask=at < last, other=0.0).to(tl.float32)
             tl.store(own + at, total.to(out.dtype.element_ty), mask=at < last)
         if GATHER:
             if L.COPIED:
@@ -317,7 +330,7 @@ def reduce_kernel(
                 tl.debug_barrier()  # threads copy what other threads of the program have stored
                 send_to_all(sums, sums.memory + start + first, own + first, last - first, index, net, L, BLOCK, ALIGN)
     if GATHER:
-        receive_parts(out, sums, starts, chunk, chunk, net, L, BLOCK, ALIGN)
+        receive_parts(out, sums, parts, chunk, chunk, net, L, BLOCK, ALIGN)
     end_mail(mail, state, copied, counters, num_counters, call, net, L)
 
 
@@ -343,7 +356,7 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    packets, out, starts, at, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    packets, out, parts, at, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -351,7 +364,7 @@ def store_parts(
     arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(COPY, index, net.rank, net, L)
     for source in tl.static_range(L.RANKS):
-        start, part = part_of(starts, source, DTYPE, ALIGN)
+        start, part = part_of(parts, source, DTYPE, ALIGN)
         tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
 
 
@@ -373,7 +386,7 @@ def sum_of_packets(
 def packets_kernel(
     x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; WHOLE, GATHER: [whole], [whole]
     packets, inbox_stride, source_stride, state, table, rank,  # two inboxes of `packets`, three of `lamport`
-    starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
+    parts,  # [R, PART_FIELDS]; with WHOLE, the first is every part
     max_part, call,  # elements of the largest part; see begin_call
     L, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
@@ -398,7 +411,7 @@ def packets_kernel(
         packets += turn % 3 * inbox_stride
     else:
         packets += parity(turn) * inbox_stride
-    own_start, own = part_of(starts, rank * OWN_PARTS, DTYPE, ALIGN)
+    own_start, own = part_of(parts, rank * OWN_PARTS, DTYPE, ALIGN)
     blocks = tl.cdiv(max_part, BLOCK)
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
@@ -411,7 +424,7 @@ def packets_kernel(
             if SAME:
                 sent = words
             else:
-                start, part = part_of(starts, target, DTYPE, ALIGN)
+                start, part = part_of(parts, target, DTYPE, ALIGN)
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
             put_packets(inbox, sent, epoch, target, net, L)
     if REDUCE:
@@ -437,12 +450,12 @@ def packets_kernel(
             else:
                 tl.store(out + at, total, mask=at < own)
         else:
-            store_parts(arriving, out, starts, at, index, net, L, WORDS, ALIGN)
+            store_parts(arriving, out, parts, at, index, net, L, WORDS, ALIGN)
     if GATHER:
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
             arriving = Packets(gathered + index * OUT_WORDS, gathered_stride, epoch)
             at = index * BLOCK + tl.arange(0, BLOCK)
-            store_parts(arriving, out, starts, at, index, net, L, OUT_WORDS, ALIGN)
+            store_parts(arriving, out, parts, at, index, net, L, OUT_WORDS, ALIGN)
     end_marks(net, L)
     last = end_call(state, epoch, call, net, L)
     if REDUCE:
@@ -468,6 +481,14 @@ def announce_kernel(state, table, rank, call, L):
     quiet(L)  # no peer waits for it, and the memory that it goes to may be another's before long
     end_epoch(state, epoch)
 # fmt: on
+
+
+class Piece(NamedTuple):
+    """What is moved of each rank's part at a time: the elements from `first` on. parts, starts: as in `part_table`."""
+
+    first: int
+    parts: list[int]
+    starts: list[int]
 
 
 class CollectiveCall(NamedTuple):
@@ -506,13 +527,21 @@ class CollectiveCall(NamedTuple):
 
         return run
 
-    def in_pieces(self, ctx: Context, parts: list[int], itemsize: int) -> list[tuple[int, tuple[int, ...]]]:
-        """What is moved at a time: the first element, and the elements of each rank's part from there on."""
+    def in_pieces(self, ctx: Context, parts: list[int], itemsize: int) -> list["Piece"]:
+        """What is moved at a time: all, or a piece of each rank's part."""
         most = max(parts)
         if not inboxes_fit(ctx.heap, ctx.size * most * itemsize, self.config.copies(most * itemsize, ctx)):
-            most = max(ctx.heap.num_bytes // (AT_ONCE * ctx.size * itemsize) // 16, 1) * 16  # whole 16-byte vectors
-        firsts = range(0, max(parts), max(most, 1))
-        return [(first, tuple(min(max(part - first, 0), most) for part in parts)) for first in firsts]
+            most = max(self.piece_bytes(ctx) // (ctx.size * itemsize) // 16, 1) * 16  # whole 16-byte vectors
+        starts = [0, *itertools.accumulate(parts)][:-1]
+        return [
+            Piece(first, [min(max(part - first, 0), most) for part in parts], [start + first for start in starts])
+            for first in range(0, max(*parts, 1), max(most, 1))
+        ]
+
+    def piece_bytes(self, ctx: Context) -> int:
+        """The size of a piece, over all ranks. The inboxes of an all-reduce's take 2 to 5 times that."""
+        heap_bytes = ctx.heap.num_bytes
+        return heap_bytes // (8 if self.config.copies(heap_bytes // 8 // ctx.size, ctx) else 16)
 
     def shared_sum(self, x: torch.Tensor) -> dict:
         same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
@@ -541,8 +570,8 @@ def all_gather(
     """Collective. Gathers every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place). The other options are
-    those of `CollectiveCall`. What three quarters of the context's heap can't receive is gathered in pieces, a 16th of
-    it each, and copied. Raises ValueError for rows that don't fit, TypeError for a wider dtype.
+    those of `CollectiveCall`. What three quarters of the context's heap can't receive is gathered in pieces of an
+    8th or a 16th of it. Raises ValueError for rows that don't fit, TypeError for a wider dtype.
     """
     return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
 
@@ -572,20 +601,18 @@ class AllGather(CollectiveCall):
         parts = [count * width for count in rows]
         pieces = self.in_pieces(ctx, parts, x.element_size())
 
-        def bind(parts, out=None):
-            return _Parts(ctx, parts, x, out, (bits, bits), self.max_programs).gather(self.config)
+        def bind(piece):
+            moved = _Parts(ctx, piece.parts, x, out, (bits, bits), self.max_programs, piece.starts)
+            return moved.gather(self.config)
 
-        if len(pieces) < 2:
-            return bind(parts, out)
-        launches = _bind_all([sizes for _, sizes in pieces], bind)
+        launches = _bind_all(ctx, pieces, bind)
+        if len(pieces) == 1:
+            return launches[0]
 
         def launch(x, out):
-            x, theirs = x.view(-1), out.view(-1).split(parts)
-            for first, sizes in pieces:
-                gathered = x.new_empty(sum(sizes))
-                launches[sizes](x[first : first + sizes[ctx.rank]], gathered)
-                for part, piece in zip(theirs, gathered.split(sizes), strict=True):
-                    part[first : first + len(piece)] = piece
+            x = x.view(-1)
+            for piece, launch in zip(pieces, launches, strict=True):
+                launch(x[piece.first : piece.first + piece.parts[ctx.rank]], out)
 
         return launch
 
@@ -603,7 +630,7 @@ def reduce_scatter(
 
     x: fp32, fp16, bf16. out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no
     peer: each element is read and written by one program. What three quarters of the context's heap can't receive is
-    summed in pieces, copied before. The other options are those of `CollectiveCall`.
+    summed in such pieces. The other options are those of `CollectiveCall`.
     """
     return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, config, out_dtype), x, out)
 
@@ -629,20 +656,18 @@ class ReduceScatter(CollectiveCall):
         parts = [count * width for count in rows]
         pieces = self.in_pieces(ctx, parts, x.element_size())
 
-        def bind(parts, x):
-            moved = _Parts(ctx, parts, x, out, (x.dtype, dtype), self.max_programs)
+        def bind(piece):
+            moved = _Parts(ctx, piece.parts, x, out, (x.dtype, dtype), self.max_programs, piece.starts)
             return moved.reduce(OP_REDUCE_SCATTER, self.config)
 
-        if len(pieces) < 2:
-            return bind(parts, x)
-        empty = x.new_empty(0)  # aligned, as new tensors are
-        launches = _bind_all([sizes for _, sizes in pieces], lambda sizes: bind(sizes, empty))
+        launches = _bind_all(ctx, pieces, bind)
+        if len(pieces) == 1:
+            return launches[0]
 
         def launch(x, out):
-            theirs, out = x.view(-1).split(parts), out.view(-1)
-            for first, sizes in pieces:
-                x = torch.cat([part[first : first + size] for part, size in zip(theirs, sizes, strict=True)])
-                launches[sizes](x, out[first : first + sizes[ctx.rank]])
+            out = out.view(-1)
+            for piece, launch in zip(pieces, launches, strict=True):
+                launch(x, out[piece.first : piece.first + piece.parts[ctx.rank]])
 
         return launch
 
@@ -660,7 +685,7 @@ def all_reduce(
     out: contiguous, filled and returned. It may be x. In one shot, one program sends each element, then sums it, and no
     peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
     every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
-    is read and written by one program. More than a 16th of the context's heap is made in pieces, one after the other.
+    is read and written by one program. More than an 8th or a 16th of the context's heap is made in pieces.
     The other options are those of `CollectiveCall`.
     """
     return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
@@ -682,17 +707,23 @@ class AllReduce(CollectiveCall):
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         # Parts and pieces consist of whole 16-byte vectors, except that the end may be shorter.
         vector = 16 // min(x.dtype.itemsize, dtype.itemsize)
-        most = max(ctx.heap.num_bytes // AT_ONCE // max(x.dtype.itemsize, dtype.itemsize) // vector, 1) * vector
-        if x.numel() <= most:
-            return self.bind_piece(ctx, x.numel(), vector, x, out, dtype)
-        pieces = [slice(start, min(start + most, x.numel())) for start in range(0, x.numel(), most)]
-        sizes = [piece.stop - piece.start for piece in pieces]
-        launches = _bind_all(sizes, lambda size: self.bind_piece(ctx, size, vector, x, out, dtype))
+        most = max(self.piece_bytes(ctx) // max(x.dtype.itemsize, dtype.itemsize) // vector, 1) * vector
+        numel = x.numel()
+        whole = numel // vector * vector
+        if numel * x.element_size() < MOST_UNALIGNED_BYTES:
+            whole = 0
+        edges = sorted({*range(0, numel, most), whole, numel})
+        pieces = list(map(slice, edges, edges[1:])) or [slice(0, 0)]
+        launches = _bind_all(
+            ctx, pieces, lambda piece: self.bind_piece(ctx, piece.stop - piece.start, vector, x, out, dtype)
+        )
+        if len(pieces) == 1:
+            return launches[0]
 
         def launch(x, out):
             x, out = x.view(-1), out.view(-1)
-            for piece in pieces:
-                launches[piece.stop - piece.start](x[piece], out[piece])
+            for piece, launch in zip(pieces, launches, strict=True):
+                launch(x[piece], out[piece])
 
         return launch
 
@@ -732,11 +763,11 @@ class Barrier(NamedTuple):
         return ctx.bind_call(barrier_kernel, 1, workspace, OP_BARRIER, num_warps=1)
 
 
-def _bind_all(sizes: list, bind) -> dict:
-    """bind(size) of each size. What one needs may move the workspace under another's launch; then all have room."""
-    for _ in range(2):
-        launches = {size: bind(size) for size in dict.fromkeys(sizes)}
-    return launches
+def _bind_all(ctx: Context, pieces: list, bind) -> list:
+    """bind(piece) of each piece."""
+    if len(pieces) == 1:
+        return [bind(pieces[0])]
+    return ctx.workspace().settled(lambda: [bind(piece) for piece in pieces])
 
 
 class _Parts:
@@ -744,16 +775,20 @@ class _Parts:
 
     A launch is a function of x and out, or None if there is nothing to move.
     parts: elements of each rank's part. dtypes: the dtypes that x and out are moved as. out: None for a new tensor.
-    whole: every part is the whole of x; then `parts` has the same size for each rank.
+    starts: as in `part_table`. whole: every part is the whole of x; then `parts` has the same size for each rank.
     """
 
-    def __init__(self, ctx: Context, parts: list[int], x, out, dtypes, max_programs: int, whole: bool = False):
+    def __init__(
+        self, ctx: Context, parts: list[int], x, out, dtypes, max_programs: int, starts: list[int] | None = None,
+        whole: bool = False,
+    ):  # fmt: skip
         self.ctx, self.parts, self.whole = ctx, parts, whole
         self.x, self.out = (torch.empty(0, dtype=dtype, device="meta") for dtype in dtypes)
         self.itemsize, out_itemsize = (dtype.itemsize for dtype in dtypes)
-        starts = [0, parts[0]] if whole else [sum(parts[:rank]) for rank in range(ctx.size + 1)]
-        self.total, self.max_part = starts[-1], max(parts)
-        self.starts = ctx.constant(("starts", *starts), lambda: starts)
+        self.starts = [0, *itertools.accumulate(parts)][:-1] if starts is None else starts
+        self.total, self.max_part = parts[0] if whole else sum(parts), max(parts)
+        table = part_table(parts[:1] if whole else parts, self.starts[:1] if whole else self.starts)
+        self.table = ctx.constant(("parts", *table), lambda: table)
         self.num_programs = min(ctx.num_programs, max_programs)
         # One chunk for each program where the limits allow, so that chunks don't wait for each other's fence; multiples
         # of MIN_CHUNK_BYTES, thus whole 16-byte vectors.
@@ -762,7 +797,7 @@ class _Parts:
         self.num_chunks = -(-self.max_part // self.chunk) or 1
         pieces = max(round(math.sqrt(self.max_part * self.itemsize / COPY_COST_BYTES)), 1)
         self.piece_chunks = -(-self.num_chunks // pieces)
-        aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out_itemsize))
+        aligned = all(number * size % 16 == 0 for number in table for size in (self.itemsize, out_itemsize))
         # New tensors are aligned: a new result, and the copy of an x that is not contiguous.
         aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
         aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
@@ -784,7 +819,10 @@ class _Parts:
             return self.packets(OP_ALL_GATHER, reduce=False)
         copied = config.copies(self.max_part * self.itemsize, ctx)
         inbox, copies = Inbox.of(ctx, copied, self.num_chunks, self.total, 1, self.x.dtype), None
+        options = self.options
         if copied:
+            if options["ALIGN"] == 16:  # programs only copy: a larger step keeps twice the bytes on their way
+                options = options | {"BLOCK": 2 * options["BLOCK"]}
             own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
             copies = [
                 Send((ctx.rank + step) % ctx.size, "x", start * self.itemsize, (first + start) * self.itemsize,
@@ -793,8 +831,8 @@ class _Parts:
             ]  # fmt: skip
         return ctx.bind_call(
             all_gather_kernel, min(self.num_programs, self.num_chunks), inbox.workspace, OP_ALL_GATHER,
-            x=self.x, out=self.out, inbox=inbox.matrix, inbox_stride=inbox.stride, starts=self.starts,
-            chunk=self.chunk, landing=copied, copies=copies, varying=("x", "out"), **self.options,
+            x=self.x, out=self.out, inbox=inbox.matrix, inbox_stride=inbox.stride, parts=self.table,
+            chunk=self.chunk, landing=copied, copies=copies, varying=("x", "out"), **options,
         )  # fmt: skip
 
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
@@ -819,7 +857,7 @@ class _Parts:
         return ctx.bind_call(
             reduce_kernel, min(self.num_programs, self.num_chunks), inbox.workspace, operation, x=self.x, out=self.out,
             inbox=inbox.matrix, inbox_stride=inbox.stride, part_stride=part_stride, num_counters=num_counters,
-            starts=self.starts, chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
+            parts=self.table, chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
             GATHER=gather, WHOLE=self.whole, landing=copied,
             copies=self.reduced_sends(part_stride, gather) if copied else None, varying=("x", "out"), **self.options,
         )  # fmt: skip
@@ -842,10 +880,9 @@ class _Parts:
         for number in range(max(map(len, pieces.values()))):
             for peer in peers:
                 for first, count, chunks in pieces[peer][number : number + 1]:
-                    start = sum(self.parts[:peer])
-                    to = (rank * part_stride + first) * itemsize
-                    sends.append(Send(peer, "x", (start + first) * itemsize, to, count * itemsize, rank, chunks))
-        start, itemsize = sum(self.parts[:rank]), self.out.element_size()
+                    source, to = self.starts[peer] + first, rank * part_stride + first
+                    sends.append(Send(peer, "x", source * itemsize, to * itemsize, count * itemsize, rank, chunks))
+        start, itemsize = self.starts[rank], self.out.element_size()
         for number, (first, count, chunks) in enumerate(self.pieces(self.parts[rank]) if gather else ()):
             at = (start + first) * itemsize
             to, summed = size * part_stride * self.itemsize + at, chunks - number * self.piece_chunks
@@ -866,7 +903,7 @@ class _Parts:
         return ctx.bind_call(
             packets_kernel, min(self.num_programs, blocks), workspace, operation, x=self.x, out=self.out,
             packets=getattr(workspace, name), inbox_stride=getattr(workspace, f"num_{name}"),
-            source_stride=blocks * PACKET_BLOCK, starts=self.starts, max_part=self.max_part,
+            source_stride=blocks * PACKET_BLOCK, parts=self.table, max_part=self.max_part,
             REDUCE=reduce, WHOLE=self.whole, GATHER=gather,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
             maxnreg=self.options["maxnreg"], varying=("x", "out"),

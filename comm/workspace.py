@@ -24,6 +24,7 @@ words there have been zero on every rank since the context was made, so a peer t
 The memory that was outgrown is given back when ranks next meet: when the workspace next grows outside of a capture.
 """
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ PACKET_BYTES = 256 << 10  # the most data that a rank sends a peer in a call as 
 PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
 LAMPORT_BYTES = 4 << 20  # the most data that a rank receives in a call, also from itself, as packets that are numbers
 MIN_CHUNKS = 64  # chunks of a rank's part: as many as the programs that share a part
+
+_log = logging.getLogger("tkernels")
 
 
 def inboxes_fit(heap, num_bytes: int, landing: bool) -> bool:
@@ -115,7 +118,7 @@ class Workspace:
     @capture.lasting()
     def __init__(self, context):
         self.context = context
-        self._streams = None
+        self._streams, self._told = None, False  # told: that the heap is too small for all calls
         self._calls = PreparedCalls()  # with views of the current memory
         # CUDA graphs read what captured calls hold: schedules, and local memory that later calls may have outgrown.
         self._captured_calls = set()  # of the current memory
@@ -129,18 +132,17 @@ class Workspace:
     def reserve(self, *, scratch_bytes: int = 0, num_counters: int = 0, **room: int) -> "Workspace":
         """Make room for at least this much; room: by the names of `Room`.
 
-        Collective if that grows, so all ranks must ask for the same; MismatchError if one has enough (`growing`).
+        Collective if that grows, so all ranks must ask for the same; MismatchError if one has enough (`growing`). Where
+        the heap can't hold both what is asked for and what is there for other calls, that is given up, with a warning.
         """
         asked = Room(**room)
         if any(more > has for more, has in zip(asked, self.room, strict=True)):
-            needed = Room(*map(max, asked, self.room, Room(0, MIN_CHUNKS, *self._least_packets())))
+            least = Room(*map(max, asked, Room(0, MIN_CHUNKS, *self._least_packets())))
+            needed = Room(*map(max, least, self.room))
             grown = ("inbox_bytes", "num_chunks", "landing_bytes")
             ahead = {name: self._ahead(getattr(needed, name), getattr(self.room, name)) for name in grown}
             with self.context.growing(self):
-                try:
-                    self._grow(needed._replace(**ahead))
-                except HeapExhaustedError:
-                    self._grow(needed)
+                self._grow_to_one_of(needed._replace(**ahead), needed, least)
         if scratch_bytes > self.scratch.numel():
             num_bytes = self._ahead(scratch_bytes, self.scratch.numel())
             self.scratch = self._make(torch.empty, round_up(num_bytes, ALIGNMENT), torch.uint8)
@@ -149,6 +151,21 @@ class Workspace:
             self.counters = self._make(torch.zeros, num_counters)
             self.forget_calls()
         return self
+
+    def settled(self, prepare):
+        """What prepare() returns; again, if the workspace grew meanwhile, under what had been prepared by then.
+
+        Collective if that grows. Raises TkernelsError where the heap can't hold all of it at once.
+        """
+        for _ in range(3):
+            table = self.table
+            prepared = prepare()
+            if self.table is table:
+                return prepared
+        raise TkernelsError(
+            f"the parts of this call need more symmetric memory together than a heap of {self.context.heap.num_bytes} "
+            f"bytes has free; free tensors that are no longer needed or pass a larger heap_bytes to init()"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +242,23 @@ class Workspace:
             setattr(self, name, None if memory is None else regions.view(memory, name))
         for name, value in room._asdict().items():
             setattr(self, name, value)
+
+    def _grow_to_one_of(self, *rooms: Room):
+        """Grow to the first that the heap can hold. The last has no room for other calls than the one that asks."""
+        for number, room in enumerate(rooms, 1):
+            try:
+                self._grow(room)
+            except HeapExhaustedError:
+                if number == len(rooms):
+                    raise
+            else:
+                break
+        if number == len(rooms) and rooms[-1] != rooms[-2] and not self._told:
+            self._told = True
+            _log.warning(
+                "a heap of %d bytes can't hold the inboxes of all calls at once; each takes the others' memory, and "
+                "the ranks meet each time; pass init(heap_bytes=...)", self.context.heap.num_bytes,
+            )  # fmt: skip
 
     def _grow(self, room: Room):
         inbox_bytes, landing_bytes = round_up(room.inbox_bytes, ALIGNMENT), round_up(room.landing_bytes, ALIGNMENT)

@@ -333,6 +333,8 @@ def _fp8_cases() -> list[Case]:
     cases.append(Case("quantize", label="rows_gated", shape=(1024, 1, 16384), activation="gelu"))
     cases.append(Case("matmul_reduce_scatter", label="fp8_wire_copied", ranks=4, wire=fp8, copied=True))
     cases.append(Case("matmul_all_reduce", fp8, "fp8_wire", ranks=4, wire=fp8))
+    for operation in FUSED:  # rows of a multiple of 8 elements, not of 16, stored through pointers
+        cases.append(Case(operation, label="uneven_eights", ranks=2, **UNEVEN[2] | {"shape": (1023, 1000, 1024)}))
     return cases
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import itertools
+import logging
 import math
 import time
 from types import SimpleNamespace
@@ -274,12 +275,13 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
     for name in ("lamport", "inbox", "ready", "state", "counters", "gates", "copied", "delivered", "table"):
         setattr(workspace, name, torch.empty(1))
     workspace.num_lamport = workspace.inbox_bytes = 0
+    workspace.settled = lambda prepare: prepare()
     for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
         ctx = SimpleNamespace(
             size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
             lamport_bytes=LAMPORT_BYTES, constant=lambda *_: None, workspace=lambda: workspace,
             bind_call=lambda *_, **__: None, link=lambda operation: None,
-            heap=SimpleNamespace(num_bytes=2 << 30),
+            heap=SimpleNamespace(num_bytes=2 << 30), mapped=True,
         )  # fmt: skip
         asked.clear()
         for kilobytes in range(16, 4 << 10, 16):
@@ -509,7 +511,7 @@ def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
         tables.append(context.workspace().table.data_ptr())
         return launch
 
-    with tkernels.init(heap_bytes=(most := 1 << 20) * collectives.AT_ONCE // 4) as fresh:
+    with tkernels.init(heap_bytes=4 * (most := 1 << 20)) as fresh:  # so 16 or 8 pieces would fill it
         for dtype, out_dtype in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
             x = integers((3, most // 4 + 13), dtype, seed=ctx.rank, low=-2, high=3, device=ctx.device)
             want = sum(integers(x.shape, dtype, seed=rank, low=-2, high=3, device=ctx.device) for rank in range(2))
@@ -522,9 +524,46 @@ def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
             with mock.patch.object(collectives.AllReduce, "bind_piece", watched):
                 got = collectives.all_reduce(fresh, x, config=config)
             assert torch.equal(got, want)
-            assert len(tables) % 4 == 0 and tables[-3:] == [fresh.workspace().table.data_ptr()] * 3
+            assert tables[-3:] == [fresh.workspace().table.data_ptr()] * 3
             assert torch.equal(collectives.all_reduce(fresh, x, out=x), want)
-        assert fresh.heap.held_bytes < 5 / 8 * fresh.heap.num_bytes
+        assert fresh.heap.held_bytes < 3 / 4 * fresh.heap.num_bytes
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_reduce_of_a_large_number_of_elements_that_fill_no_vector_sums_the_last_ones_apart(ctx):
+    sums = mock.patch.object(collectives, "_Parts", wraps=collectives._Parts)
+    for dtype, numel in ((torch.float32, 9001), (torch.bfloat16, 20_007)):
+        x = [integers((numel,), dtype, seed=rank, low=-2, high=3, device=ctx.device) for rank in range(ctx.size)]
+        with mock.patch.object(collectives, "MOST_UNALIGNED_BYTES", 32_000), sums as parts:
+            out = collectives.all_reduce(ctx, x[ctx.rank], config=collectives.CollectiveConfig(lamport_bytes=0))
+            assert torch.equal(out, sum(x))
+        moved = [sum(call.args[1]) // (ctx.size if call.kwargs.get("whole") else 1) for call in parts.call_args_list]
+        assert moved[-2:] == [numel // 8 * 8, numel % 8]
+
+
+@pytest.mark.ranks(2)
+def test_calls_whose_inboxes_no_heap_holds_together_take_turns_and_say_so(ctx):
+    by_programs, by_copies = (collectives.CollectiveConfig(0, 0, 0, copy_bytes=bytes) for bytes in (1 << 62, 1 << 10))
+    warned = mock.patch.object(logging.getLogger("tkernels"), "warning")
+    with tkernels.init(heap_bytes=4 << 20) as fresh, warned as warning:
+        x = integers((300 << 10,), torch.float32, ctx.rank, low=-2, high=3, device=ctx.device)
+        theirs = [integers(x.shape, torch.float32, rank, low=-2, high=3, device=ctx.device) for rank in range(2)]
+        want = sum(theirs)[ctx.rank * (150 << 10) :][: 150 << 10]
+        assert collectives.reduce_scatter(fresh, x, config=by_copies).equal(want)  # 1.2 MB of landing
+        warning.assert_not_called()
+        for config in (by_programs, by_copies, by_programs, by_copies):  # and 3 MB of inboxes
+            assert collectives.reduce_scatter(fresh, x, config=config).equal(want)
+        assert "can't hold the inboxes of all calls at once" in warning.call_args.args[0] and warning.call_count == 1
+        held = fresh.empty(1 << 18)
+        with pytest.raises(HeapExhaustedError):
+            collectives.reduce_scatter(fresh, x, config=by_programs)
+        assert collectives.reduce_scatter(fresh, x, config=by_copies).equal(want)
+        fresh.free(held)
+        workspace = fresh.workspace()
+        rooms = {"landing_bytes": 2 << 20}, {"inbox_bytes": 1 << 20}
+        with pytest.raises(tkernels.TkernelsError, match="need more symmetric memory together than a heap of 4194304"):
+            workspace.settled(lambda: [workspace.reserve(**room) for room in rooms])
+        assert collectives.reduce_scatter(fresh, x, config=by_copies).equal(want)
 
 
 @pytest.mark.ranks(2, 3)

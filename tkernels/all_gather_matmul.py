@@ -40,6 +40,7 @@ from tkernels.gemm import (
     check_dtype,
     check_operands,
     check_result,
+    known_multiple,
     matmul_reference,
     multiply,
     slices_of,
@@ -212,7 +213,7 @@ def all_gather_matmul_kernel(
     gathered, inbox, parity_rows,  # [parity_rows + M, K]; its pointer
     w, w_row_stride, w_column_stride,  # [N/R, K]
     x_scale, w_scale, gathered_scales,  # Scales, [M/R] and [1] or [N/R]; [parity_rows * K / 4 + M]
-    bias, y, y_row_stride,  # [N/R]; [M, N/R]
+    bias, y,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m,  # see tile_schedule
     head, dealt, whole, splits,  # Waves
@@ -249,6 +250,7 @@ def all_gather_matmul_kernel(
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K, chunk, target, net, L, S,
                 )
 
+    N = known_multiple(N, T.N_MULTIPLE)
     tiles_n = tl.cdiv(N, T.BLOCK_N)
     own_dealt = dealt
     if L.COPIED:  # then all whole tiles are dealt out, and the last wave may not reach every program
@@ -260,7 +262,7 @@ def all_gather_matmul_kernel(
     work = Work(None, K, 1, w, sums, counters, num_comm, item, items, waves, own_dealt)
     env = Gathering(
         work, x, gathered, mail, schedule, tiles_m, tiles_n, parity_row, first_row, rows, chunks, chunk_rows, sent_rows,
-        Result(Matrix(y, y_row_stride, 1, None, N), bias, None, None, None, None, None),
+        Result(Matrix(y, N, 1, None, N), bias, None, None, None, None, None),
         x_scale, w_scale, gathered_scales, EVEN,
     )
     zero = tl.full((), 0, tl.int32)
@@ -397,7 +399,7 @@ class AllGatherMatmul(FusedCall):
         aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
         # Elements of FP8 are sent as many bytes at a step as those of 16 bits.
         put_block = config.copy_block(aligned, ctx.size) * result_dtype(x.dtype).itemsize // itemsize
-        tile = Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, scales=scales)
+        tile = Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, scales=scales, N=N)
         varying, scale_arguments = ("x", "x_memory", "w", "bias", "y", "sums"), dict.fromkeys(SCALES)
         if scales is not None:
             tile = tile._replace(X_SCALE_STRIDE=tl.constexpr(1))
@@ -409,7 +411,7 @@ class AllGatherMatmul(FusedCall):
             x=x_operand.argument, x_memory=x,
             gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
             **w_operand.named("w"), **scale_arguments,
-            bias=x if bias is None else bias, y=y_operand.argument, y_row_stride=N,
+            bias=x if bias is None else bias, y=y_operand.argument,
             sums=sums,
             schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
             first_row=first_row, rows=rows[ctx.rank], N=N, K=K,

@@ -79,6 +79,7 @@ class Tile(NamedTuple):
     PARTS: some tiles are split along K.
     X_TRANSPOSED, W_TRANSPOSED: the descriptor is of the transposed matrix.
     X_SCALE_STRIDE, W_SCALE_STRIDE: from a row's scale to the next; 0: one for all rows.
+    N_MULTIPLE: N is a multiple of it, as `known_multiple` has to be told; 1: nothing to tell.
     """
 
     BLOCK_M: object
@@ -95,17 +96,19 @@ class Tile(NamedTuple):
     PRECISION: object
     X_SCALE_STRIDE: object
     W_SCALE_STRIDE: object
+    N_MULTIPLE: object
 
     @classmethod
     def of(
         cls, gemm: GemmConfig, x: "Operand", w: "Operand", bias, activation: str | None, precision: str,
-        parts: bool = False, own_group: int | None = None, scales: Scales | None = None,
+        parts: bool = False, own_group: int | None = None, scales: Scales | None = None, N: int = 0,
     ) -> "Tile":  # fmt: skip
-        """Those of the product of x and w, with tiles as `gemm` says."""
+        """Those of the product of x and w, with tiles as `gemm` says. N: if the kernel asks for `known_multiple`."""
         tiles = gemm.block_m, gemm.block_n, gemm.block_k, gemm.group_m, own_group or gemm.group_m, gemm.split
         finish = bias is not None, ACTIVATIONS[activation], precision
         strides = [int(scale.numel() > 1) for scale in scales or ()] or (0, 0)
-        return cls(*map(tl.constexpr, (*tiles, parts, x.transposed, w.transposed, *finish, *strides)))
+        multiple = next((each for each in (8, 4) if N % 16 and N % each == 0), 1)
+        return cls(*map(tl.constexpr, (*tiles, parts, x.transposed, w.transposed, *finish, *strides, multiple)))
 
 
 # fmt: off
@@ -117,6 +120,17 @@ def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
     within = index % tiles_per_group
     return first_m + within % rows, within // rows
+
+
+@triton.jit
+def known_multiple(number, MULTIPLE: tl.constexpr):
+    """The number, a multiple of MULTIPLE, which the compiler then knows. Of an argument it finds out that of 16 alone.
+
+    Where it knows of none, it stores rows of so many elements one element at a time.
+    """
+    if MULTIPLE > 1:
+        number = number // MULTIPLE * MULTIPLE
+    return number
 
 
 @triton.jit

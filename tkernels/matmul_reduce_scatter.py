@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import runtime
-from tkernels.comm.collectives import check_rows, receive_parts, split_rows
+from tkernels.comm.collectives import PART_FIELDS, check_rows, part_table, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Send
 from tkernels.comm.device import (
@@ -70,6 +70,7 @@ from tkernels.gemm import (
     check_dtype,
     check_result,
     finish_reference,
+    known_multiple,
     matmul_reference,
     slices_of,
     staging,
@@ -353,7 +354,7 @@ def matmul_reduce_kernel(
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
     head, dealt, whole, splits,  # Waves
     sends, num_sends,  # [num_sends, SEND_FIELDS]
-    starts,  # [R + 1]: first element of each part
+    parts,  # [R, PART_FIELDS]: of elements of y
     counters, num_counters, ready, max_chunks, state,  # of the workspace
     table, rank,  # Net
     gate, copied, delivered,  # of the workspace, for the copy engine
@@ -368,6 +369,7 @@ def matmul_reduce_kernel(
     waves = Waves(head, dealt, whole, splits)
     epoch = begin_call(state, call, net, L)
     parity_row = parity(epoch).to(tl.int32) * parity_rows
+    N = known_multiple(N, T.N_MULTIPLE)
     tiles_n = tl.cdiv(N, T.BLOCK_N)
     tiles = Tiles(schedule, tiles_m, peer_tiles_m, tiles_n, counters + TILE_COUNTS)
     rows = Rows(M, own_end, parity_row, part_stride, chunk_rows)
@@ -384,7 +386,7 @@ def matmul_reduce_kernel(
         if pid == 0:  # signal empty transfers too: to peers without rows, and to all if this rank has none to gather
             for step in range(1, L.RANKS):
                 target = (rank + step) % L.RANKS
-                if tl.load(starts + target + 1) == tl.load(starts + target):
+                if tl.load(parts + target * PART_FIELDS + 1) == 0:
                     signal(chunk_word(mail, rank, 0), epoch, target, net, L)
             if S.GATHER and own_first == own_end:
                 signal_all(chunk_word(mail, L.RANKS + rank, 0), epoch, net, L)
@@ -457,7 +459,7 @@ def matmul_reduce_kernel(
                 )
                 i = take(counters + SEND_TICKETS)
         receive_parts(
-            y_memory, finished, starts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
+            y_memory, finished, parts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
             net, L, S.BLOCK, S.ALIGN,
         )
     end_mail(mail, state, copied, counters, num_counters, call, net, L)
@@ -569,7 +571,8 @@ class MatmulReduceScatter(FusedCall):
             (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
         )
         sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
-        starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
+        table = part_table([N * part for part in rows])
+        parts = ctx.constant(("parts", *table), lambda: table)
 
         ragged = any(part % gemm.block_m for part in rows)
         x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
@@ -586,7 +589,7 @@ class MatmulReduceScatter(FusedCall):
         usual, (x_scale, w_scale) = result_dtype(x.dtype).itemsize, scales or (None, None)
         put_block = config.copy_block(aligned, ctx.size) * usual // max(travels)
         tile = Tile.of(
-            gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config), scales
+            gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config), scales, N
         )
         varying = "x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"
         copies = None
@@ -601,7 +604,7 @@ class MatmulReduceScatter(FusedCall):
             partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
             sums=sums,
             schedule=schedule, tiles_m=tiles_m, peer_tiles_m=peer_tiles_m, **waves._asdict(),
-            sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, starts=starts, num_counters=num_counters,
+            sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, parts=parts, num_counters=num_counters,
             M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
             num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
             sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),

@@ -257,9 +257,10 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
     if scales is None:
         gather_rows, multiply = gather.prepare(ctx, x, into), product.prepare(into, w, bias, out)
     else:  # the collective takes FP8 as bytes
-        for _ in range(2):  # what the scales need may move the workspace under the rows' launch; then both have room
-            gather_rows = gather.prepare(ctx, x.view(torch.uint8), into.view(torch.uint8))
-            gather_scales = gather.prepare(ctx, whole_scales.new_empty(rows[ctx.rank]), whole_scales)
+        own_scales, as_bytes = whole_scales.new_empty(rows[ctx.rank]), (x.view(torch.uint8), into.view(torch.uint8))
+        gather_rows, gather_scales = ctx.workspace().settled(
+            lambda: (gather.prepare(ctx, *as_bytes), gather.prepare(ctx, own_scales, whole_scales))
+        )
         multiply = product.prepare(into, w, bias, out, Scales(whole_scales, scales.w))
 
     def run(x, w, bias, out, gathered, scales=None):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tkernels
-from tkernels.comm import runtime, stream_order
+from tkernels.comm import collectives, runtime, stream_order
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
 from tkernels.comm.contexts import programs_at_once, shared_over
@@ -134,7 +134,7 @@ class TkernelsWire(Wire):
 
     def all_reduce(self, x):
         if self.size > 1:
-            tkernels.all_reduce(x, out=x, ctx=self.ctx)
+            collectives.all_reduce(self.ctx, x, x, max_programs=collectives.MAX_PROGRAMS)  # beside a backward pass
 
     def reduce_scatter(self, x, rows=None):
         own = self.part(x, rows)
