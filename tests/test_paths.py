@@ -209,3 +209,17 @@ def test_explain_of_rows_that_the_heap_cant_hold_is_plain_and_calls_say_so(ctx):
             assert choice.path == "plain" and "too many for a heap of 524288; pass init(heap_bytes=" in choice.reason
             assert [each.args[1] for each in warned.mock_calls].count(name) == 1
         small.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OPERATIONS[1:])
+def test_partial_sums_in_a_wider_dtype_that_the_heap_cant_hold_take_the_plain_path(ctx, name):
+    x, w = (integers((rows, 40), torch.bfloat16, ctx.rank, -1, 2, device=ctx.device) for rows in (1024, 40))
+    takes = 82_000 * 2.5 * (1 if name == "matmul_reduce_scatter" else 2)  # in bf16; an eighth of a heap is kept back
+    with tkernels.init(heap_bytes=int(takes / 0.6)) as small, mock.patch.object(paths._log, "warning") as warned:
+        narrow = getattr(tkernels, name)(x, w, ctx=small)
+        warned.assert_not_called()
+        paths._warn_of_heap.cache_clear()
+        wide = getattr(tkernels, name)(x, w, wire_dtype=torch.float32, out_dtype=torch.float32, ctx=small)
+        assert warned.call_count == 1 and torch.equal(wide.bfloat16(), narrow)
+        assert tkernels.explain(name, 1024, 40, 80, ctx=small).path == "fused"

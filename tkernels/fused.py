@@ -29,11 +29,13 @@ class FusedCall(NamedTuple):
     Operands of FP8 come with Scales as the last tensor. Those of x may be one number, which may differ between ranks.
     precision: how operands are multiplied, as gemm.precision says it.
 
-    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and six methods. All
-    but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
+    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and seven methods.
+    All but `sent_shape` and `arriving` take the context and the tensors, and all but `checked` are called on what that
+    returns:
     checked: the call with its defaults in place of None, but for config, and path if it is to be chosen. Raises
         ValueError or TypeError.
     sent_shape: of x and w: rows and columns of the matrix that is sent.
+    arriving: bytes in which an element of that matrix arrives, as `choose_path` wants them.
     result_shape: of y.
     without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
     plain, fused: what `prepare` returns for a path.
@@ -65,7 +67,8 @@ class FusedCall(NamedTuple):
         check_type(f"{self.operation}: config", self.config, OverlapConfig | None, "an OverlapConfig or None")
         check_operands(self.operation, x, w, bias, self.activation, ctx.device, scales)
         call = self.checked(ctx, x, w, *results)
-        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, call.path, self.config, self.precision)
+        how = call.path, self.config, self.precision, call.arriving()
+        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, *how)
         call = call._replace(path=path)
         carry_out = call.without_sending(ctx, x, w, bias, *results)
         if carry_out is None:

@@ -510,6 +510,9 @@ class MatmulReduceScatter(FusedCall):
     def sent_shape(self, x, w) -> tuple[int, int]:
         return x.shape[0], w.shape[0]
 
+    def arriving(self) -> int | None:
+        return self.wire_dtype.itemsize + (self.out_dtype.itemsize if self.gather else 0)
+
     def result_shape(self, ctx: Context, x, w) -> tuple[int, int]:
         return x.shape[0] if self.gather else self.rows[ctx.rank], w.shape[0]
 

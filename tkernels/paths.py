@@ -90,7 +90,7 @@ def explain(
         return explain_product(usual_product(M, N, K, dtype, precision(dtype)))
     ctx = as_context(ctx, "explain: ctx")
     width = K if operation == "all_gather_matmul" else N
-    choice = _choice(ctx, operation, M, width, dtype, precision(dtype))
+    choice, _ = _choice(ctx, operation, M, width, dtype, precision(dtype))
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
         return choice
     local = local_sizes(operation, M, N, K, ctx.size)
@@ -170,31 +170,40 @@ def ways_of(problem: model.Problem, path: str) -> tuple[Way, ...]:
 
 def choose_path(
     ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, path: str | None,
-    config: OverlapConfig | None, precision: str = "ieee",
+    config: OverlapConfig | None, precision: str = "ieee", arriving: int | None = None,
 ) -> str:  # fmt: skip
     """Return `path` if it is given, "fused" if a configuration is given, else the choice of `explain`.
 
-    M, width: rows and columns of the matrix that is sent. precision: of fp32, as gemm.precision says it.
+    M, width: rows and columns of the matrix that is sent. precision: of fp32, as gemm.precision says it. arriving: the
+    bytes in which an element of it arrives, both times in an all-reduce; None: what they are by default.
     Raises ValueError for an unknown path.
     """
     if path is not None:
         if path not in PATHS:
             raise ValueError(f"{operation}: path={path!r} is unknown; use {', '.join(PATHS)} or None")
         return path
-    return "fused" if config is not None else _choice(ctx, operation, M, width, dtype, precision).path
+    if config is not None:
+        return "fused"
+    choice, fits = _choice(ctx, operation, M, width, dtype, precision, arriving)
+    if not fits:
+        _warn_of_heap(operation, ctx.heap.num_bytes)
+    return choice.path
 
 
-def _choice(ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, precision: str) -> Choice:
+def _choice(
+    ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, precision: str, arriving: int | None = None
+) -> tuple[Choice, bool]:  # fmt: skip
+    """The choice, and whether the heap has room for inboxes; the other arguments are those of `choose_path`."""
     if ctx.size > 1 and ctx.num_programs == 1:
-        return Choice("plain", "num_programs=1 leaves no program that multiplies while another one sends")
-    arrives = (2 if operation == "matmul_all_reduce" else 1) * M * width * sent_dtype(operation, dtype).itemsize
+        return Choice("plain", "num_programs=1 leaves no program that multiplies while another one sends"), True
+    crossings = 2 if operation == "matmul_all_reduce" else 1
+    arrives = M * width * (arriving or crossings * sent_dtype(operation, dtype).itemsize)
     if ctx.size > 1 and not inboxes_fit(ctx.heap, arrives, landing=False):
         problem = model.Problem(operation, M, width, width, dtype, ranks=ctx.size, gpu=gpu_here(), mapped=ctx.mapped)
         if not (model.wire_of(problem).landing and inboxes_fit(ctx.heap, arrives, landing=True)):
-            _warn_of_heap(operation, ctx.heap.num_bytes)
             held = f"a heap of {ctx.heap.num_bytes}; pass init(heap_bytes=...)"
-            return Choice("plain", f"{arrives} bytes of symmetric memory are too many for {held}")
-    return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here())
+            return Choice("plain", f"{arrives} bytes of symmetric memory are too many for {held}"), False
+    return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here()), True
 
 
 @functools.cache

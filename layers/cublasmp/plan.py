@@ -74,7 +74,10 @@ class Plan:
         if overlaps and options.algo_type in (None, MatmulAlgoType.DEFAULT) and not options.sm_count_communication:
             width = layout.k if self.pattern == "AG+GEMM" else layout.m
             sent = layout.n, width, problem.a.dtype
-            self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision)
+            arriving = None if self.pattern == "AG+GEMM" else self.wire.itemsize
+            if self.pattern == "GEMM+AR":
+                arriving += self.dtype.itemsize
+            self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision, arriving)
         algorithm = MatmulAlgoType.ATOMIC_P2P if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
         sent = self.wire if self.pattern in ("GEMM+RS", "GEMM+AR") else None
         self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), sent)
