@@ -223,3 +223,21 @@ def test_partial_sums_in_a_wider_dtype_that_the_heap_cant_hold_take_the_plain_pa
         wide = getattr(tkernels, name)(x, w, wire_dtype=torch.float32, out_dtype=torch.float32, ctx=small)
         assert warned.call_count == 1 and torch.equal(wide.bfloat16(), narrow)
         assert tkernels.explain(name, 1024, 40, 80, ctx=small).path == "fused"
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_plain_all_reduce_with_a_bias_or_an_activation_finishes_each_ranks_own_rows_where_it_is_large(ctx):
+    cases = (37, torch.float32, None), (2, torch.bfloat16, torch.float32), (64, torch.float16, None)
+    for M, dtype, out_dtype in cases:
+        x, w = (integers((rows, 40), dtype, ctx.rank, -1, 2, device=ctx.device) for rows in (M, 24))
+        bias = integers((24,), dtype, 7, device=ctx.device)
+        for options in ({"bias": bias}, {"activation": "silu"}, {"bias": bias, "activation": "relu"}):
+            options |= {"path": "plain", "ctx": ctx, "out_dtype": out_dtype}
+            want = tkernels.matmul_all_reduce(x, w, **options)
+            ctx.forget_calls()
+            unused = mock.patch.object(paths.collectives, "AllReduce", side_effect=AssertionError)
+            with mock.patch.object(paths, "OWN_ROWS_BYTES", 0), unused:
+                got = tkernels.matmul_all_reduce(x, w, **options)
+            assert torch.equal(got, want) and got.dtype == want.dtype
+            ctx.forget_calls()
+    ctx.check()

@@ -31,6 +31,7 @@ from tkernels.model import PLAIN_BYTES, sent_dtype
 from tkernels.staging import VECTOR_BYTES
 
 PATHS = ("fused", "plain")
+OWN_ROWS_BYTES = 16 << 20  # of partial sums
 MULTIPLIED = dict(kernel="by our kernel", staged="with copies in wider rows", library="by torch's matmul")
 
 _log = logging.getLogger("tkernels")
@@ -291,19 +292,41 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
 def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     """Plan `call`, matmul_reduce_scatter or matmul_all_reduce, as `matmul` and the collective, for tensors like these.
 
+    What comes after a sum is done in fp32, and fp32 is twice the bytes of 16 bits on an all-reduce's way back. So from
+    OWN_ROWS_BYTES on each rank does it to its own rows, between a reduce-scatter and an all-gather.
+
     Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
     """
     (M, _), N, out_dtype = x.shape, w.shape[0], call.out_dtype
     shape = call.result_shape(ctx, x, w)
     y = check_result(call.operation, out, x, shape, out_dtype)
     separate = bias is not None or call.activation is not None
-    partial, sums = _scratch(ctx, ((M, N), call.wire_dtype), (shape if separate else (0,), torch.float32))
-    finish = plan_finish(sums, bias, call.activation, y) if separate else None
+    alone, total = collectives.ALONE_PROGRAMS, ((M, N), call.wire_dtype)
+    multiply = Matmul(None, call.wire_dtype, None, call.precision)
+    if separate and call.gather and M * N * call.wire_dtype.itemsize >= OWN_ROWS_BYTES:
+        own_shape = call.rows[ctx.rank], N
+        partial, sums, own = _scratch(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
+        scatter = collectives.ReduceScatter(call.rows, alone, out_dtype=torch.float32)
+        gather = collectives.AllGather(call.rows, alone)
+        reduce, gather = ctx.workspace().settled(
+            lambda: (scatter.prepare(ctx, partial, sums), gather.prepare(ctx, own, out))
+        )
+        finish, multiply = plan_finish(sums, bias, call.activation, own), multiply.prepare(x, w, None, partial, scales)
 
+        def run_in_parts(x, w, bias, out, scales=None):
+            multiply(x, w, None, partial, scales)
+            reduce(partial, sums)
+            finish(sums, bias, own)
+            return gather(own, out)
+
+        return run_in_parts
+
+    partial, sums = _scratch(ctx, total, (shape if separate else (0,), torch.float32))
+    finish = plan_finish(sums, bias, call.activation, y) if separate else None
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
     kind, rows = (collectives.AllReduce, None) if call.gather else (collectives.ReduceScatter, call.rows)
-    reduce = kind(rows, collectives.ALONE_PROGRAMS, out_dtype=dtype).prepare(ctx, partial, into)
-    multiply = Matmul(None, call.wire_dtype, None, call.precision).prepare(x, w, None, partial, scales)
+    reduce = kind(rows, alone, out_dtype=dtype).prepare(ctx, partial, into)
+    multiply = multiply.prepare(x, w, None, partial, scales)
 
     def run(x, w, bias, out, scales=None):
         multiply(x, w, None, partial, scales)
