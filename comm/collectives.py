@@ -21,7 +21,7 @@ All three ways sum in fp32 in rank order: the result has the same bits on every 
 import itertools
 import math
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -180,8 +180,8 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
 def part_table(parts: list[int], starts: list[int] | None = None) -> list[int]:
     """PART_FIELDS numbers for each part of so many elements. starts: in the whole; None: one after the other."""
     places = [0, *itertools.accumulate(parts)][:-1]
-    fields = zip(places if starts is None else starts, parts, places, strict=True)
-    return [number for each in fields for number in each]
+    table = zip(places if starts is None else starts, parts, places, strict=True)
+    return [number for row in table for number in row]
 
 
 class Packets(NamedTuple):
@@ -527,21 +527,32 @@ class CollectiveCall(NamedTuple):
 
         return run
 
-    def in_pieces(self, ctx: Context, parts: list[int], itemsize: int) -> list["Piece"]:
-        """What is moved at a time: all, or a piece of each rank's part."""
-        most = max(parts)
-        if not inboxes_fit(ctx.heap, ctx.size * most * itemsize, self.config.copies(most * itemsize, ctx)):
-            most = max(self.piece_bytes(ctx) // (ctx.size * itemsize) // 16, 1) * 16  # whole 16-byte vectors
+    def in_pieces(self, ctx: Context, parts: list[int], itemsize: int) -> tuple[list[Piece], CollectiveConfig]:
+        """What is moved at a time, all or a piece of each rank's part; and how, which is the same for all."""
+        step, config = max(*parts, 1), self.config
+        if not inboxes_fit(ctx.heap, ctx.size * step * itemsize, config.copies(step * itemsize, ctx)):
+            step, config = self.piece(ctx, step, itemsize, itemsize)
         starts = [0, *itertools.accumulate(parts)][:-1]
-        return [
-            Piece(first, [min(max(part - first, 0), most) for part in parts], [start + first for start in starts])
-            for first in range(0, max(*parts, 1), max(most, 1))
+        pieces = [
+            Piece(first, [min(max(part - first, 0), step) for part in parts], [start + first for start in starts])
+            for first in range(0, max(*parts, 1), step)
         ]
+        return pieces, config
 
-    def piece_bytes(self, ctx: Context) -> int:
-        """The size of a piece, over all ranks. The inboxes of an all-reduce's take 2 to 5 times that."""
-        heap_bytes = ctx.heap.num_bytes
-        return heap_bytes // (8 if self.config.copies(heap_bytes // 8 // ctx.size, ctx) else 16)
+    def piece(self, ctx: Context, part: int, itemsize: int, widest: int) -> tuple[int, CollectiveConfig]:
+        """Elements of a piece of each rank's part of so many, and how pieces are moved.
+
+        Pieces are as equal as multiples of 16 elements can be, and none has more than an 8th of the heap over all
+        ranks, or, by programs, a 16th: the inboxes of an all-reduce take 2 or 5 times that. widest: bytes of an element
+        there.
+        """
+        for share in (8, 16):
+            count = -(-ctx.size * part * widest // max(ctx.heap.num_bytes // share, 1))
+            step = max(round_up(-(-part // max(count, 1)), 16), 16)
+            copied = self.config.copies(step * itemsize, ctx)
+            if copied:
+                break
+        return step, replace(self.config, copy_bytes=0 if copied else BY_PROGRAMS.copy_bytes)
 
     def shared_sum(self, x: torch.Tensor) -> dict:
         same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
@@ -599,11 +610,11 @@ class AllGather(CollectiveCall):
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
         bits, width = _BITS[x.element_size()], math.prod(x.shape[1:])
         parts = [count * width for count in rows]
-        pieces = self.in_pieces(ctx, parts, x.element_size())
+        pieces, config = self.in_pieces(ctx, parts, x.element_size())
 
         def bind(piece):
             moved = _Parts(ctx, piece.parts, x, out, (bits, bits), self.max_programs, piece.starts)
-            return moved.gather(self.config)
+            return moved.gather(config)
 
         launches = _bind_all(ctx, pieces, bind)
         if len(pieces) == 1:
@@ -630,7 +641,7 @@ def reduce_scatter(
 
     x: fp32, fp16, bf16. out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no
     peer: each element is read and written by one program. What three quarters of the context's heap can't receive is
-    summed in such pieces. The other options are those of `CollectiveCall`.
+    summed in pieces of an 8th or a 16th of it. The other options are those of `CollectiveCall`.
     """
     return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, config, out_dtype), x, out)
 
@@ -654,11 +665,11 @@ class ReduceScatter(CollectiveCall):
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         width = math.prod(x.shape[1:])
         parts = [count * width for count in rows]
-        pieces = self.in_pieces(ctx, parts, x.element_size())
+        pieces, config = self.in_pieces(ctx, parts, x.element_size())
 
         def bind(piece):
             moved = _Parts(ctx, piece.parts, x, out, (x.dtype, dtype), self.max_programs, piece.starts)
-            return moved.reduce(OP_REDUCE_SCATTER, self.config)
+            return moved.reduce(OP_REDUCE_SCATTER, config)
 
         launches = _bind_all(ctx, pieces, bind)
         if len(pieces) == 1:
@@ -685,7 +696,8 @@ def all_reduce(
     out: contiguous, filled and returned. It may be x. In one shot, one program sends each element, then sums it, and no
     peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
     every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
-    is read and written by one program. More than an 8th or a 16th of the context's heap is made in pieces.
+    is read and written by one program. More than an 8th or a 16th of the context's heap is made in pieces, and from
+    MOST_UNALIGNED_BYTES on the elements behind the last whole vector of 16 bytes are one.
     The other options are those of `CollectiveCall`.
     """
     return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
@@ -706,36 +718,35 @@ class AllReduce(CollectiveCall):
 
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         # Parts and pieces consist of whole 16-byte vectors, except that the end may be shorter.
-        vector = 16 // min(x.dtype.itemsize, dtype.itemsize)
-        most = max(self.piece_bytes(ctx) // max(x.dtype.itemsize, dtype.itemsize) // vector, 1) * vector
-        numel = x.numel()
-        whole = numel // vector * vector
-        if numel * x.element_size() < MOST_UNALIGNED_BYTES:
-            whole = 0
-        edges = sorted({*range(0, numel, most), whole, numel})
-        pieces = list(map(slice, edges, edges[1:])) or [slice(0, 0)]
-        launches = _bind_all(
-            ctx, pieces, lambda piece: self.bind_piece(ctx, piece.stop - piece.start, vector, x, out, dtype)
+        numel, itemsize, widest = x.numel(), x.element_size(), max(x.element_size(), dtype.itemsize)
+        vector, part = 16 // min(x.element_size(), dtype.itemsize), -(-numel // ctx.size)
+        step, config = self.piece(ctx, part, itemsize, widest)
+        step *= ctx.size
+        filled = numel // vector * vector if numel * itemsize >= MOST_UNALIGNED_BYTES else 0
+        edges = sorted({*range(0, numel, step), filled, numel})
+        sizes = [last - first for first, last in itertools.pairwise(edges)] or [0]
+        if len(sizes) == 1:
+            return self.bind_piece(ctx, numel, self.config, x, out, dtype)
+        ways = {size: self.config if size < vector else config for size in sizes}
+        launches = ctx.workspace().settled(
+            lambda: {size: self.bind_piece(ctx, size, way, x, out, dtype) for size, way in ways.items()}
         )
-        if len(pieces) == 1:
-            return launches[0]
 
         def launch(x, out):
-            x, out = x.view(-1), out.view(-1)
-            for piece, launch in zip(pieces, launches, strict=True):
-                launch(x[piece], out[piece])
+            for source, target in zip(x.view(-1).split(sizes), out.view(-1).split(sizes), strict=True):
+                launches[len(source)](source, target)
 
         return launch
 
-    def bind_piece(self, ctx: Context, numel: int, vector: int, x: torch.Tensor, out, dtype):
+    def bind_piece(self, ctx: Context, numel: int, config: CollectiveConfig, x: torch.Tensor, out, dtype):
         """The launch for so many elements of tensors that lie as x and out do."""
-        config, of = self.config, (x, out, (x.dtype, dtype), self.max_programs)
+        of, vector = (x, out, (x.dtype, dtype), self.max_programs), 16 // min(x.dtype.itemsize, dtype.itemsize)
         vectors = split_rows(-(-numel // vector), ctx.size)
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
         if not copied and config.one_shot(numel * x.element_size(), ctx, numel * dtype.itemsize):
             return _Parts(ctx, [numel] * ctx.size, *of, whole=True).reduce(OP_ALL_REDUCE, config)
-        starts = [min(sum(vectors[:rank]) * vector, numel) for rank in range(ctx.size + 1)]
-        parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
+        edges = [min(count * vector, numel) for count in itertools.accumulate(vectors, initial=0)]
+        parts = [last - first for first, last in itertools.pairwise(edges)]
         return _Parts(ctx, parts, *of).reduce(OP_ALL_REDUCE, config, gather=True)
 
 

@@ -133,7 +133,7 @@ class SymmetricHeap:
             self._give_up_reserve()
             return self.allocate(num_bytes)
         if offset is None:
-            self._refuse(num_bytes, ranges, fits)
+            self.refuse(num_bytes, max((size for _, size in ranges), default=0), fits)
         mine = space.take(offset, size, self.group.name)
         if all(self.group.gather(mine)):
             self._held[offset] = size
@@ -149,11 +149,13 @@ class SymmetricHeap:
             del self._held[offset]
             self.segment.space.give_back(offset)
 
-    def _refuse(self, num_bytes: int, ranges: list[tuple[int, int]], fits: bool):
-        """Collective. Raise what is in the way: the limit, or what other heaps hold of the ranks' spaces."""
+    def refuse(self, num_bytes: int, largest: float = math.inf, fits: bool = False):
+        """Collective. Raise what is in the way: the limit, or what other heaps hold of the ranks' spaces.
+
+        largest: the largest free block. fits: whether the limit is not in the way.
+        """
         left, space = self.num_bytes - sum(self._held.values()), self.segment.space
-        largest, held = max((size for _, size in ranges), default=0), self.group.gather(space.held())
-        holders = ""
+        held, holders = self.group.gather(space.held()), ""
         if fits and space.num_bytes != self.num_bytes:  # a pool, of which heaps take what they need
             rank = max(range(len(held)), key=lambda rank: sum(held[rank].values()))
             holders = f"of the {space.num_bytes} bytes on rank {rank}, " + ", ".join(

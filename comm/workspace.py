@@ -25,6 +25,7 @@ The memory that was outgrown is given back when ranks next meet: when the worksp
 """
 
 import logging
+import math
 from typing import NamedTuple
 
 import torch
@@ -118,7 +119,9 @@ class Workspace:
     @capture.lasting()
     def __init__(self, context):
         self.context = context
-        self._streams, self._told = None, False  # told: that the heap is too small for all calls
+        self._streams = None
+        self._failed = math.inf, math.inf  # with so much of the heap held by others, it could not grow to so many bytes
+        self._told = False  # that the heap is too small for all calls
         self._calls = PreparedCalls()  # with views of the current memory
         # CUDA graphs read what captured calls hold: schedules, and local memory that later calls may have outgrown.
         self._captured_calls = set()  # of the current memory
@@ -155,17 +158,14 @@ class Workspace:
     def settled(self, prepare):
         """What prepare() returns; again, if the workspace grew meanwhile, under what had been prepared by then.
 
-        Collective if that grows. Raises TkernelsError where the heap can't hold all of it at once.
+        Collective if that grows. Raises HeapExhaustedError where the heap can't hold all of it at once.
         """
         for _ in range(3):
             table = self.table
             prepared = prepare()
             if self.table is table:
                 return prepared
-        raise TkernelsError(
-            f"the parts of this call need more symmetric memory together than a heap of {self.context.heap.num_bytes} "
-            f"bytes has free; free tensors that are no longer needed or pass a larger heap_bytes to init()"
-        )
+        self.context.heap.refuse(self._failed[1])
 
     @property
     def nbytes(self) -> int:
@@ -245,19 +245,25 @@ class Workspace:
 
     def _grow_to_one_of(self, *rooms: Room):
         """Grow to the first that the heap can hold. The last has no room for other calls than the one that asks."""
-        for number, room in enumerate(rooms, 1):
+        heap = self.context.heap
+        for room in rooms:
+            num_bytes, last = room.regions(self.context.size).num_bytes, room is rooms[-1]
+            others = heap.held_bytes - (0 if self._memory is None else self._memory.nbytes)
+            if not last and others >= self._failed[0] and num_bytes >= self._failed[1]:
+                continue
             try:
                 self._grow(room)
             except HeapExhaustedError:
-                if number == len(rooms):
+                self._failed = heap.held_bytes, num_bytes
+                if last:
                     raise
             else:
                 break
-        if number == len(rooms) and rooms[-1] != rooms[-2] and not self._told:
+        if last and rooms[-1] != rooms[-2] and not self._told:
             self._told = True
             _log.warning(
                 "a heap of %d bytes can't hold the inboxes of all calls at once; each takes the others' memory, and "
-                "the ranks meet each time; pass init(heap_bytes=...)", self.context.heap.num_bytes,
+                "the ranks meet each time; pass init(heap_bytes=...)", heap.num_bytes,
             )  # fmt: skip
 
     def _grow(self, room: Room):

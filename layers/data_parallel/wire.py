@@ -48,6 +48,11 @@ def stream_beside(ctx: Context | None, dev):
 _streams = weakref.WeakKeyDictionary()  # context -> module of streams -> stream
 
 
+def all_reduce_beside(ctx: Context, x: torch.Tensor):
+    """Collective. Replace x by its sum over ranks, with as many programs as other collectives: backward runs beside."""
+    collectives.all_reduce(ctx, x, x, max_programs=collectives.MAX_PROGRAMS)
+
+
 def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None) -> torch.Tensor:
     """Collective. What `sum_up` makes of `buffer`, divided, in `out` or in place. The buffer is used up.
 
@@ -134,7 +139,7 @@ class TkernelsWire(Wire):
 
     def all_reduce(self, x):
         if self.size > 1:
-            collectives.all_reduce(self.ctx, x, x, max_programs=collectives.MAX_PROGRAMS)  # beside a backward pass
+            all_reduce_beside(self.ctx, x)
 
     def reduce_scatter(self, x, rows=None):
         own = self.part(x, rows)
