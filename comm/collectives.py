@@ -531,7 +531,7 @@ class CollectiveCall(NamedTuple):
         """What is moved at a time, all or a piece of each rank's part; and how, which is the same for all."""
         step, config = max(*parts, 1), self.config
         if not inboxes_fit(ctx.heap, ctx.size * step * itemsize, config.copies(step * itemsize, ctx)):
-            step, config = self.piece(ctx, step, itemsize, itemsize)
+            step, config = self.step(ctx, step, itemsize, itemsize)
         starts = [0, *itertools.accumulate(parts)][:-1]
         pieces = [
             Piece(first, [min(max(part - first, 0), step) for part in parts], [start + first for start in starts])
@@ -539,20 +539,18 @@ class CollectiveCall(NamedTuple):
         ]
         return pieces, config
 
-    def piece(self, ctx: Context, part: int, itemsize: int, widest: int) -> tuple[int, CollectiveConfig]:
-        """Elements of a piece of each rank's part of so many, and how pieces are moved.
+    def step(self, ctx: Context, part: int, itemsize: int, widest: int) -> tuple[int, CollectiveConfig]:
+        """Elements of a part of so many that are moved at a time, and how: the last ones as those before.
 
-        Pieces are as equal as multiples of 16 elements can be, and none has more than an 8th of the heap over all
-        ranks, or, by programs, a 16th: the inboxes of an all-reduce take 2 or 5 times that. widest: bytes of an element
-        there.
+        Over all ranks they take an 8th of the heap, or, by programs, a 16th, since the inboxes of an all-reduce take 2
+        or 5 times that. widest: bytes of an element there.
         """
-        for share in (8, 16):
-            count = -(-ctx.size * part * widest // max(ctx.heap.num_bytes // share, 1))
-            step = max(round_up(-(-part // max(count, 1)), 16), 16)
-            copied = self.config.copies(step * itemsize, ctx)
-            if copied:
-                break
-        return step, replace(self.config, copy_bytes=0 if copied else BY_PROGRAMS.copy_bytes)
+
+        def of(share: int) -> int:
+            return min(max(part, 1), max(ctx.heap.num_bytes // (share * ctx.size * widest) // 16, 1) * 16)
+
+        copied = self.config.copies(of(8) * itemsize, ctx)
+        return of(8 if copied else 16), replace(self.config, copy_bytes=0 if copied else BY_PROGRAMS.copy_bytes)
 
     def shared_sum(self, x: torch.Tensor) -> dict:
         same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
@@ -697,7 +695,7 @@ def all_reduce(
     peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
     every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
     is read and written by one program. More than an 8th or a 16th of the context's heap is made in pieces, and from
-    MOST_UNALIGNED_BYTES on the elements behind the last whole vector of 16 bytes are one.
+    MOST_UNALIGNED_BYTES on the elements behind the last whole vector of 16 bytes are one piece.
     The other options are those of `CollectiveCall`.
     """
     return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
@@ -719,15 +717,14 @@ class AllReduce(CollectiveCall):
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         # Parts and pieces consist of whole 16-byte vectors, except that the end may be shorter.
         numel, itemsize, widest = x.numel(), x.element_size(), max(x.element_size(), dtype.itemsize)
-        vector, part = 16 // min(x.element_size(), dtype.itemsize), -(-numel // ctx.size)
-        step, config = self.piece(ctx, part, itemsize, widest)
-        step *= ctx.size
+        vector = 16 // min(itemsize, dtype.itemsize)
+        step, config = self.step(ctx, round_up(-(-numel // ctx.size), vector), itemsize, widest)
         filled = numel // vector * vector if numel * itemsize >= MOST_UNALIGNED_BYTES else 0
-        edges = sorted({*range(0, numel, step), filled, numel})
+        edges = sorted({*range(0, numel, step * ctx.size), filled, numel})
         sizes = [last - first for first, last in itertools.pairwise(edges)] or [0]
-        if len(sizes) == 1:
-            return self.bind_piece(ctx, numel, self.config, x, out, dtype)
         ways = {size: self.config if size < vector else config for size in sizes}
+        if len(sizes) == 1:
+            return self.bind_piece(ctx, numel, ways[numel], x, out, dtype)
         launches = ctx.workspace().settled(
             lambda: {size: self.bind_piece(ctx, size, way, x, out, dtype) for size, way in ways.items()}
         )
@@ -740,9 +737,11 @@ class AllReduce(CollectiveCall):
 
     def bind_piece(self, ctx: Context, numel: int, config: CollectiveConfig, x: torch.Tensor, out, dtype):
         """The launch for so many elements of tensors that lie as x and out do."""
-        of, vector = (x, out, (x.dtype, dtype), self.max_programs), 16 // min(x.dtype.itemsize, dtype.itemsize)
+        vector = 16 // min(x.dtype.itemsize, dtype.itemsize)
         vectors = split_rows(-(-numel // vector), ctx.size)
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
+        # MAX_PROGRAMS of them keep up with the copies; more would take SMs from what runs beside.
+        of = x, out, (x.dtype, dtype), min(self.max_programs, MAX_PROGRAMS) if copied else self.max_programs
         if not copied and config.one_shot(numel * x.element_size(), ctx, numel * dtype.itemsize):
             return _Parts(ctx, [numel] * ctx.size, *of, whole=True).reduce(OP_ALL_REDUCE, config)
         edges = [min(count * vector, numel) for count in itertools.accumulate(vectors, initial=0)]

@@ -40,6 +40,11 @@ class SymmetricHeap:
         """Of the tensors that this rank has allocated, and of what is set aside for captures."""
         return sum(self._held.values())
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What is set aside for captures, until other allocations find no room."""
+        return self._reserve[1]
+
     @capture.lasting()
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Collective. An uninitialised contiguous tensor at the same offset on every rank, 256-byte aligned.
@@ -133,7 +138,7 @@ class SymmetricHeap:
             self._give_up_reserve()
             return self.allocate(num_bytes)
         if offset is None:
-            self.refuse(num_bytes, max((size for _, size in ranges), default=0), fits)
+            self._refuse(num_bytes, ranges, fits)
         mine = space.take(offset, size, self.group.name)
         if all(self.group.gather(mine)):
             self._held[offset] = size
@@ -149,13 +154,11 @@ class SymmetricHeap:
             del self._held[offset]
             self.segment.space.give_back(offset)
 
-    def refuse(self, num_bytes: int, largest: float = math.inf, fits: bool = False):
-        """Collective. Raise what is in the way: the limit, or what other heaps hold of the ranks' spaces.
-
-        largest: the largest free block. fits: whether the limit is not in the way.
-        """
+    def _refuse(self, num_bytes: int, ranges: list[tuple[int, int]], fits: bool):
+        """Collective. Raise what is in the way: the limit, or what other heaps hold of the ranks' spaces."""
         left, space = self.num_bytes - sum(self._held.values()), self.segment.space
-        held, holders = self.group.gather(space.held()), ""
+        largest, held = max((size for _, size in ranges), default=0), self.group.gather(space.held())
+        holders = ""
         if fits and space.num_bytes != self.num_bytes:  # a pool, of which heaps take what they need
             rank = max(range(len(held)), key=lambda rank: sum(held[rank].values()))
             holders = f"of the {space.num_bytes} bytes on rank {rank}, " + ", ".join(

@@ -25,7 +25,6 @@ The memory that was outgrown is given back when ranks next meet: when the worksp
 """
 
 import logging
-import math
 from typing import NamedTuple
 
 import torch
@@ -120,7 +119,7 @@ class Workspace:
     def __init__(self, context):
         self.context = context
         self._streams = None
-        self._failed = math.inf, math.inf  # with so much of the heap held by others, it could not grow to so many bytes
+        self._wanted = 0  # bytes, for all that there was and what was asked for
         self._told = False  # that the heap is too small for all calls
         self._calls = PreparedCalls()  # with views of the current memory
         # CUDA graphs read what captured calls hold: schedules, and local memory that later calls may have outgrown.
@@ -144,6 +143,7 @@ class Workspace:
             needed = Room(*map(max, least, self.room))
             grown = ("inbox_bytes", "num_chunks", "landing_bytes")
             ahead = {name: self._ahead(getattr(needed, name), getattr(self.room, name)) for name in grown}
+            self._wanted = needed.regions(self.context.size).num_bytes
             with self.context.growing(self):
                 self._grow_to_one_of(needed._replace(**ahead), needed, least)
         if scratch_bytes > self.scratch.numel():
@@ -165,7 +165,8 @@ class Workspace:
             prepared = prepare()
             if self.table is table:
                 return prepared
-        self.context.heap.refuse(self._failed[1])
+        heap = self.context.heap
+        raise HeapExhaustedError(self._wanted, heap.num_bytes - heap.held_bytes, heap.num_bytes, (self._memory.nbytes,))
 
     @property
     def nbytes(self) -> int:
@@ -245,20 +246,18 @@ class Workspace:
 
     def _grow_to_one_of(self, *rooms: Room):
         """Grow to the first that the heap can hold. The last has no room for other calls than the one that asks."""
-        heap = self.context.heap
+        heap, given_back = self.context.heap, (self._memory, *self._outgrown)
+        others = heap.held_bytes - heap.reserved_bytes - sum(each.nbytes for each in given_back if each is not None)
         for room in rooms:
-            num_bytes, last = room.regions(self.context.size).num_bytes, room is rooms[-1]
-            others = heap.held_bytes - (0 if self._memory is None else self._memory.nbytes)
-            if not last and others >= self._failed[0] and num_bytes >= self._failed[1]:
+            last = room is rooms[-1]
+            if not last and others + room.regions(self.context.size).num_bytes > heap.num_bytes:
                 continue
             try:
                 self._grow(room)
+                break
             except HeapExhaustedError:
-                self._failed = heap.held_bytes, num_bytes
                 if last:
                     raise
-            else:
-                break
         if last and rooms[-1] != rooms[-2] and not self._told:
             self._told = True
             _log.warning(

@@ -529,7 +529,7 @@ def test_all_reduce_of_more_than_the_heap_holds_at_once_is_made_in_pieces(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_all_reduce_is_made_in_pieces_that_all_go_the_same_way_whatever_is_left_at_the_end(ctx):
+def test_all_reduce_is_made_in_pieces_of_which_the_last_goes_as_those_before(ctx):
     """By copies a piece takes twice its size, by programs five times: a heap can't hold inboxes for both."""
     config = collectives.CollectiveConfig(copy_bytes=512 << 10)  # of a heap as many times smaller as it is by default
     warned = mock.patch.object(logging.getLogger("tkernels"), "warning")

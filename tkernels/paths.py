@@ -173,7 +173,7 @@ def choose_path(
     ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, path: str | None,
     config: OverlapConfig | None, precision: str = "ieee", arriving: int | None = None,
 ) -> str:  # fmt: skip
-    """Return `path` if it is given, "fused" if a configuration is given, else the choice of `explain`.
+    """Return `path` if it is given, "fused" if a configuration is given, else the path by rule.
 
     M, width: rows and columns of the matrix that is sent. precision: of fp32, as gemm.precision says it. arriving: the
     bytes in which an element of it arrives, both times in an all-reduce; None: what they are by default.
@@ -292,8 +292,8 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
 def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     """Plan `call`, matmul_reduce_scatter or matmul_all_reduce, as `matmul` and the collective, for tensors like these.
 
-    What comes after a sum is done in fp32, and fp32 is twice the bytes of 16 bits on an all-reduce's way back. So from
-    OWN_ROWS_BYTES on each rank does it to its own rows, between a reduce-scatter and an all-gather.
+    What comes after a sum is done in fp32, which is twice the bytes of 16 bits on an all-reduce's way back, and to all
+    rows on every rank. From OWN_ROWS_BYTES on each does it to its own, between a reduce-scatter and an all-gather.
 
     Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
     """

@@ -76,7 +76,7 @@ class Plan:
             sent = layout.n, width, problem.a.dtype
             arriving = None if self.pattern == "AG+GEMM" else self.wire.itemsize
             if self.pattern == "GEMM+AR":
-                arriving += self.dtype.itemsize
+                arriving += torch.float32.itemsize  # the widest, as alpha and beta come later
             self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision, arriving)
         algorithm = MatmulAlgoType.ATOMIC_P2P if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
         sent = self.wire if self.pattern in ("GEMM+RS", "GEMM+AR") else None

@@ -27,7 +27,7 @@ import tkernels
 from tkernels.comm import Context
 from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
-from tkernels.layers.data_parallel.wire import all_reduce_beside, mean
+from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.owners import attributes
 
 
@@ -385,7 +385,7 @@ class ParamGroup:
                 if shard is not None:
                     tkernels.reduce_scatter(buffer[layout.ranks * start : layout.ranks * stop], out=piece, ctx=shard)
                 if replica is not None:
-                    all_reduce_beside(replica, piece)
+                    tkernels.all_reduce(piece, out=piece, ctx=replica)
             return total
 
         mean(buffer, self.ranks.size if self.divisor is None else self.divisor, sum_up, sums)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tkernels
-from tkernels.comm import collectives, runtime, stream_order
+from tkernels.comm import runtime, stream_order
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
 from tkernels.comm.contexts import programs_at_once, shared_over
@@ -46,11 +46,6 @@ def stream_beside(ctx: Context | None, dev):
 
 
 _streams = weakref.WeakKeyDictionary()  # context -> module of streams -> stream
-
-
-def all_reduce_beside(ctx: Context, x: torch.Tensor):
-    """Collective. Replace x by its sum over ranks, with as many programs as other collectives: backward runs beside."""
-    collectives.all_reduce(ctx, x, x, max_programs=collectives.MAX_PROGRAMS)
 
 
 def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,7 +134,7 @@ class TkernelsWire(Wire):
 
     def all_reduce(self, x):
         if self.size > 1:
-            all_reduce_beside(self.ctx, x)
+            tkernels.all_reduce(x, out=x, ctx=self.ctx)
 
     def reduce_scatter(self, x, rows=None):
         own = self.part(x, rows)
