@@ -177,9 +177,14 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
     return rows
 
 
+def starts_of(parts: list[int]) -> list[int]:
+    """The first element of each part, where they lie one after the other."""
+    return [0, *itertools.accumulate(parts)][:-1]
+
+
 def part_table(parts: list[int], starts: list[int] | None = None) -> list[int]:
     """PART_FIELDS numbers for each part of so many elements. starts: in the whole; None: one after the other."""
-    places = [0, *itertools.accumulate(parts)][:-1]
+    places = starts_of(parts)
     table = zip(places if starts is None else starts, parts, places, strict=True)
     return [number for row in table for number in row]
 
@@ -223,24 +228,24 @@ def send_to_all(mail, dst, src, size, chunk, net, L, BLOCK: tl.constexpr, ALIGN:
 
 @triton.jit
 def receive_parts(
-    out, mail, parts, chunk, piece, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr = False,
+    out, mail, parts, chunk, span, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr = False,
 ):
-    """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
+    """Wait for every peer's part and copy it from the inbox to `out`, span by span, divided among the programs.
 
-    piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
+    span: elements; a divisor of `chunk`, since a span waits for one chunk.
     PACKED: as in `part_of`; False takes fewer registers, where all of the whole is moved at once.
     """
     for step in range(1, L.RANKS):
         source = (net.rank + L.RANKS - step) % L.RANKS
         start, part = part_of(parts, source, out.dtype.element_ty, ALIGN)
         place, _ = part_of(parts, source, out.dtype.element_ty, ALIGN, PACKED)
-        for index in range(tl.program_id(0), chunk_count(part, piece), tl.num_programs(0)):
-            first = tl.cast(index, tl.int64) * piece
+        for index in range(tl.program_id(0), chunk_count(part, span), tl.num_programs(0)):
+            first = tl.cast(index, tl.int64) * span
             number = tl.cast(first // chunk, tl.int32)
             mark(WAIT, number, source, net, L)
             wait_chunk(mail, source, number, net, L)
             mark(COPY, number, source, net, L)
-            copy(out + start + first, mail.memory + place + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
+            copy(out + start + first, mail.memory + place + first, tl.minimum(part - first, span), BLOCK, ALIGN)
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
@@ -272,13 +277,13 @@ def all_gather_kernel(
     end_mail(mail, state, copied, None, 0, call, net, L)
 
 
-@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks", "call"])
+@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "span_chunks", "call"])
 def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
     inbox, inbox_stride, part_stride, counters, num_counters, ready, max_chunks, state, table, rank,
     gate, copied, delivered,
     parts,  # [R, PART_FIELDS]; with WHOLE, the first is every part
-    chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
+    chunk, num_chunks, span_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
     call,  # see begin_call
     L, GATHER: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
@@ -324,8 +329,8 @@ def reduce_kernel(
             tl.store(own + at, total.to(out.dtype.element_ty), mask=at < last)
         if GATHER:
             if L.COPIED:
-                piece = index // piece_chunks
-                count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), L)
+                span = index // span_chunks
+                count_up_to(counters + span, tl.minimum(chunks - span * span_chunks, span_chunks), L)
             else:
                 tl.debug_barrier()  # threads copy what other threads of the program have stored
                 send_to_all(sums, sums.memory + start + first, own + first, last - first, index, net, L, BLOCK, ALIGN)
@@ -532,9 +537,8 @@ class CollectiveCall(NamedTuple):
         step, config = max(*parts, 1), self.config
         if not inboxes_fit(ctx.heap, ctx.size * step * itemsize, config.copies(step * itemsize, ctx)):
             step, config = self.step(ctx, step, itemsize, itemsize)
-        starts = [0, *itertools.accumulate(parts)][:-1]
         pieces = [
-            Piece(first, [min(max(part - first, 0), step) for part in parts], [start + first for start in starts])
+            Piece(first, [min(max(part - first, 0), step) for part in parts], [at + first for at in starts_of(parts)])
             for first in range(0, max(*parts, 1), step)
         ]
         return pieces, config
@@ -795,7 +799,7 @@ class _Parts:
         self.ctx, self.parts, self.whole = ctx, parts, whole
         self.x, self.out = (torch.empty(0, dtype=dtype, device="meta") for dtype in dtypes)
         self.itemsize, out_itemsize = (dtype.itemsize for dtype in dtypes)
-        self.starts = [0, *itertools.accumulate(parts)][:-1] if starts is None else starts
+        self.starts = starts_of(parts) if starts is None else starts
         self.total, self.max_part = parts[0] if whole else sum(parts), max(parts)
         table = part_table(parts[:1] if whole else parts, self.starts[:1] if whole else self.starts)
         self.table = ctx.constant(("parts", *table), lambda: table)
@@ -805,8 +809,8 @@ class _Parts:
         chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, MAX_CHUNK_BYTES), MIN_CHUNK_BYTES)
         self.chunk = -(-chunk // MIN_CHUNK_BYTES) * MIN_CHUNK_BYTES // self.itemsize
         self.num_chunks = -(-self.max_part // self.chunk) or 1
-        pieces = max(round(math.sqrt(self.max_part * self.itemsize / COPY_COST_BYTES)), 1)
-        self.piece_chunks = -(-self.num_chunks // pieces)
+        spans = max(round(math.sqrt(self.max_part * self.itemsize / COPY_COST_BYTES)), 1)
+        self.span_chunks = -(-self.num_chunks // spans)
         aligned = all(number * size % 16 == 0 for number in table for size in (self.itemsize, out_itemsize))
         # New tensors are aligned: a new result, and the copy of an x that is not contiguous.
         aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
@@ -837,7 +841,7 @@ class _Parts:
             copies = [
                 Send((ctx.rank + step) % ctx.size, "x", start * self.itemsize, (first + start) * self.itemsize,
                      size * self.itemsize, ctx.rank, chunks)
-                for step in range(1, ctx.size) for start, size, chunks in self.pieces(own)
+                for step in range(1, ctx.size) for start, size, chunks in self.spans(own)
             ]  # fmt: skip
         return ctx.bind_call(
             all_gather_kernel, min(self.num_programs, self.num_chunks), inbox.workspace, OP_ALL_GATHER,
@@ -862,40 +866,40 @@ class _Parts:
         least = 0
         if gather and ctx.size > 2:  # a smaller call that takes one shot must not need a larger inbox
             least = ctx.size * (config.most_in_one_shot(ctx.size) // self.itemsize + BLOCK)
-        num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
+        num_counters = len(list(self.spans(self.max_part))) if copied and gather else 0
         inbox = Inbox.of(ctx, copied, self.num_chunks, needed, 1, self.x.dtype, least=least * self.itemsize)
         return ctx.bind_call(
             reduce_kernel, min(self.num_programs, self.num_chunks), inbox.workspace, operation, x=self.x, out=self.out,
             inbox=inbox.matrix, inbox_stride=inbox.stride, part_stride=part_stride, num_counters=num_counters,
-            parts=self.table, chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
+            parts=self.table, chunk=self.chunk, num_chunks=self.num_chunks, span_chunks=self.span_chunks,
             GATHER=gather, WHOLE=self.whole, landing=copied,
             copies=self.reduced_sends(part_stride, gather) if copied else None, varying=("x", "out"), **self.options,
         )  # fmt: skip
 
-    def pieces(self, part: int):
+    def spans(self, part: int):
         """The copies that a part is sent in: (first element, elements, chunks of the part delivered by then)."""
         chunks = -(-part // self.chunk) or 1
-        for first in range(0, chunks, self.piece_chunks):
-            last = min(first + self.piece_chunks, chunks)
+        for first in range(0, chunks, self.span_chunks):
+            last = min(first + self.span_chunks, chunks)
             yield first * self.chunk, min(last * self.chunk, part) - first * self.chunk, last
 
     def reduced_sends(self, part_stride: int, gather: bool) -> list[Send]:
         """The sends of an all-reduce or reduce-scatter: the peers' parts of x, then with `gather` the own sums.
 
-        The parts are sent a piece of each peer's in turn, since a sum needs the pieces of all ranks.
+        The parts are sent a span of each peer's in turn, since a sum needs the spans of all ranks.
         """
         rank, size, itemsize, sends = self.ctx.rank, self.ctx.size, self.itemsize, []
         peers = [(rank + step) % size for step in range(1, size)]
-        pieces = {peer: list(self.pieces(self.parts[peer])) for peer in peers}
-        for number in range(max(map(len, pieces.values()))):
+        spans = {peer: list(self.spans(self.parts[peer])) for peer in peers}
+        for number in range(max(map(len, spans.values()))):
             for peer in peers:
-                for first, count, chunks in pieces[peer][number : number + 1]:
+                for first, count, chunks in spans[peer][number : number + 1]:
                     source, to = self.starts[peer] + first, rank * part_stride + first
                     sends.append(Send(peer, "x", source * itemsize, to * itemsize, count * itemsize, rank, chunks))
         start, itemsize = self.starts[rank], self.out.element_size()
-        for number, (first, count, chunks) in enumerate(self.pieces(self.parts[rank]) if gather else ()):
+        for number, (first, count, chunks) in enumerate(self.spans(self.parts[rank]) if gather else ()):
             at = (start + first) * itemsize
-            to, summed = size * part_stride * self.itemsize + at, chunks - number * self.piece_chunks
+            to, summed = size * part_stride * self.itemsize + at, chunks - number * self.span_chunks
             for peer in peers:
                 waited = summed if peer == peers[0] else 0
                 sends.append(Send(peer, "out", at, to, count * itemsize, size + rank, chunks, number, waited))

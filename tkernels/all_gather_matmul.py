@@ -306,9 +306,6 @@ class AllGatherMatmul(FusedCall):
     def sent_shape(self, x, w) -> tuple[int, int]:
         return sum(self.rows), x.shape[1]
 
-    def arriving(self) -> int | None:
-        return None
-
     def result_shape(self, ctx: Context, x, w) -> tuple[int, int]:
         return sum(self.rows), w.shape[0]
 

@@ -29,13 +29,11 @@ class FusedCall(NamedTuple):
     Operands of FP8 come with Scales as the last tensor. Those of x may be one number, which may differ between ranks.
     precision: how operands are multiplied, as gemm.precision says it.
 
-    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and seven methods.
-    All but `sent_shape` and `arriving` take the context and the tensors, and all but `checked` are called on what that
-    returns:
+    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and six methods. All
+    but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
     checked: the call with its defaults in place of None, but for config, and path if it is to be chosen. Raises
         ValueError or TypeError.
     sent_shape: of x and w: rows and columns of the matrix that is sent.
-    arriving: bytes in which an element of that matrix arrives, as `choose_path` wants them.
     result_shape: of y.
     without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
     plain, fused: what `prepare` returns for a path.
@@ -75,6 +73,10 @@ class FusedCall(NamedTuple):
             how = call.plain if path == "plain" else call.staged if self.stages_rows(x) else call.fused
             carry_out = how(ctx, x, w, bias, *results)
         return carry_out
+
+    def arriving(self) -> int | None:
+        """Bytes in which an element of the matrix that is sent arrives, as `choose_path` has it."""
+        return None
 
     def stages_rows(self, x) -> bool:
         """Whether rows of any length are made rows that TMA can take. All ranks' are, where one's are."""

@@ -108,7 +108,7 @@ OP = operation("matmul_reduce_scatter")
 # Fields of a send: target rank; its number among the sends to that target; first row in the outbox; rows; the number of
 # the send whose counter its tiles increment; rows of tiles that must be counted there.
 SEND_FIELDS = tl.constexpr(6)
-PIECE_ROWS = 8  # finished rows that a program copies from its inbox at a time
+SPAN_ROWS = 8  # finished rows that a program copies from its inbox at a time
 PART_ROWS = 128  # each rank's part of an inbox starts at a multiple of this, not of block_m, which ranks may differ in
 
 
@@ -341,7 +341,7 @@ def end_tile(total, index, part, at, progress, env, net, L, T, S):
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
     "num_sends", "num_counters", "max_chunks", "rank", "M", "own_first", "own_end", "num_comm", "own_chunks",
-    "chunk_rows", "sent_rows", "piece_rows", "call",
+    "chunk_rows", "sent_rows", "span_rows", "call",
 ])
 def matmul_reduce_kernel(
     x, x_row_stride, x_column_stride,  # [M, K/R]
@@ -360,7 +360,7 @@ def matmul_reduce_kernel(
     gate, copied, delivered,  # of the workspace, for the copy engine
     M, N, K, own_first, own_end,  # this rank's rows are own_first .. own_end of the M rows
     num_comm, own_chunks, chunk_rows,  # own_chunks: chunks of this rank's rows
-    sent_rows, piece_rows,  # rows sent at a time; see receive_parts
+    sent_rows, span_rows,  # rows sent at a time; see receive_parts
     call,  # see begin_call
     L, T, S,
 ):
@@ -459,7 +459,7 @@ def matmul_reduce_kernel(
                 )
                 i = take(counters + SEND_TICKETS)
         receive_parts(
-            y_memory, finished, parts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
+            y_memory, finished, parts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(span_rows, tl.int64) * N,
             net, L, S.BLOCK, S.ALIGN,
         )
     end_mail(mail, state, copied, counters, num_counters, call, net, L)
@@ -510,7 +510,7 @@ class MatmulReduceScatter(FusedCall):
     def sent_shape(self, x, w) -> tuple[int, int]:
         return x.shape[0], w.shape[0]
 
-    def arriving(self) -> int | None:
+    def arriving(self) -> int:
         return self.wire_dtype.itemsize + (self.out_dtype.itemsize if self.gather else 0)
 
     def result_shape(self, ctx: Context, x, w) -> tuple[int, int]:
@@ -610,7 +610,7 @@ class MatmulReduceScatter(FusedCall):
             sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, parts=parts, num_counters=num_counters,
             M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
             num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
-            sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
+            sent_rows=config.sent_rows, span_rows=math.gcd(config.chunk_rows, SPAN_ROWS),
             T=tile,
             S=Sending.of(config, put_block, 16 if aligned else min(travels), gather),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
