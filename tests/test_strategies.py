@@ -11,8 +11,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import re
+import weakref
 
 import pytest
 import torch
@@ -881,6 +883,18 @@ def test_fully_shard_and_others_refuse_parameters_that_another_one_has(ctx):
             kept.remove()
             model.load_state_dict(model.state_dict(), assign=True)
             systems[second](model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_fully_shard_and_others_let_a_model_go_that_nobody_holds(ctx, system):
+    loop = SYSTEMS[system](SCENARIOS["plain"], ctx)
+    loop.backward(loop.data[0])
+    loop.step()
+    seen = [weakref.ref(each) for each in (loop.model, *loop.model.parameters())]
+    del loop
+    gc.collect()
+    assert not any(reference() is not None for reference in seen)
 
 
 @pytest.mark.ranks(2)

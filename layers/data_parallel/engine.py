@@ -122,6 +122,7 @@ class Engine:
         self._sum_slot = Slot(dev=self.dev, name="gradients of sharded parameters")
         self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
         self._sent = Keepalive()  # buffers of gradients that are being reduced
+        self._summed = Keepalive()  # those that have become gradients: nothing waits for their memory
         self._sendings = collections.deque([0] * root.options.reductions, root.options.reductions)
         self._backward = Backward(self._end_backward)
         self._forwards = 0  # forwards that are running, of any unit
@@ -263,6 +264,7 @@ class Engine:
             self._sum_slot.release(self._sums)
             self._sums = None
         self._sent.drain()
+        self._summed.drain()
         if self._weights is not None:
             self._weight_slot.release(self._weights)
             self._weight_slot.join()
@@ -339,6 +341,7 @@ class Engine:
                 elsewhere.append(Lease(grad, dev=self.dev, home=parameter.producer))
         # On the stream that optimizers use sums on, and free them.
         buffer, sums = group.buffers(layout, None if elsewhere else grads)
+        in_place = sums is buffer
         buffer, begun = Lease(buffer, dev=self.dev, name="gradients"), len(self._sent)
         with contextlib.ExitStack() as reading, buffer.write() as into:
             for lease in elsewhere:
@@ -351,9 +354,10 @@ class Engine:
         held = Lease(sums, dev=self.dev, name="gradients of shards")  # if it is only added to others
         with buffer.read(comm), self._sums.write(comm, ordered=True), held.write(comm), self.dev.stream(comm):
             group.reduce(buffer.tensor, sums, layout)
-            group.accumulate(parameters, layout, sums)
-        self._sent.defer(buffer)
-        self._sent.defer(held)
+            kept = group.accumulate(parameters, layout, sums)
+        sent = self._summed if in_place and kept else self._sent
+        sent.defer(buffer)
+        sent.defer(held)
         self._sendings.append(len(self._sent) - begun)
 
     # Gathering ahead

@@ -11,7 +11,6 @@ This module moves data on the current stream; who waits for whom is the engine's
 """
 
 import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
 from tkernels.layers.data_parallel.wire import Wire, mean
-from tkernels.layers.owners import weakly
 
 
 def padded(parameter: torch.Tensor) -> int:
@@ -113,10 +111,7 @@ class FlatGroup:
 
         hook: a bound method.
         """
-        hook = weakly(hook)
-        return [
-            piece.whole.register_post_accumulate_grad_hook(_hook(hook, weakref.ref(piece))) for piece in self.parameters
-        ]
+        return [piece.watch(hook) for piece in self.parameters]
 
     def settle(self, hook) -> bool:
         """Raises LeaseError if parameters no longer lie in the gathered buffer."""
@@ -161,17 +156,10 @@ class FlatGroup:
         """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up."""
         mean(buffer, self.divisor, lambda buffer: self.wire.reduce_scatter(buffer, layout.rows), sums)
 
-    def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor):
-        """Make these the masters' gradients, or add them to those that there are."""
+    def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor) -> bool:
+        """Make these the masters' gradients, or add them to those that there are; as of ParamGroup."""
         if self.has_total:
             self.total.add_(sums)
+            return False
         self.has_total = True
-
-
-def _hook(hook: Callable, piece: weakref.ref):
-    @torch._disable_dynamo
-    def ready(parameter):
-        if parameter.grad is not None:
-            hook(piece())
-
-    return ready
+        return True

@@ -27,9 +27,9 @@ from tkernels.comm.regions import round_up
 
 ALIGN = 16  # elements: what starts at a multiple of it can be read 16 bytes at a time
 DIRECT_NUMEL = 1 << 20  # elements from which a parameter is gathered by a collective of its own
-# Of gradients that one collective reduces: a workspace must hold a little more than that, and 200 us on NVLink are many
-# times what a launch costs.
-REDUCED_BYTES = 64 << 20
+# Of gradients that one collective reduces: a workspace must hold a little more than that, and each kernel waits until a
+# product has left it SMs, as long as 1 ms (bench/LOG.md, 2026-11-27).
+REDUCED_BYTES = 128 << 20
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon")  # optimizers that look at whole parameters, or at all of them
 
 

@@ -13,6 +13,8 @@ This module moves data on the current stream; who waits for whom is the engine's
 
 import contextlib
 import functools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +30,7 @@ from tkernels.comm import Context
 from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
 from tkernels.layers.data_parallel.wire import mean
-from tkernels.layers.owners import attributes
+from tkernels.layers.owners import attributes, weakly
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Parameter:
                 setattr(module, attribute, parameter)
 
     def make_whole(self, dtype: torch.dtype, device: torch.device, hook):
-        """The parameter that computes, still without memory; hook: called with each gradient that is complete."""
+        """The parameter that computes, still without memory; hook: as of `watch`."""
         if self.tensor_parallel is None:
             whole = torch.empty(0, dtype=dtype, device=device)
         else:
@@ -153,7 +155,21 @@ class Parameter:
         if self.whole.requires_grad:  # as it is the first time; later as the sharded one says
             for each in self._hooks:
                 self.whole.register_hook(each)
-            self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
+            self.watch(hook)
+
+    def watch(self, hook: Callable):
+        """Call hook(self), a bound method's, with each gradient that is complete. Returns the handle.
+
+        Torch's collector doesn't see what these hooks hold, so this one keeps nothing alive.
+        """
+        hook, this = weakly(hook), weakref.ref(self)
+
+        @torch._disable_dynamo
+        def ready(whole):
+            if whole.grad is not None:
+                hook(this())
+
+        return self.whole.register_post_accumulate_grad_hook(ready)
 
     @property
     def writes(self) -> int:
@@ -338,12 +354,15 @@ class ParamGroup:
         return self._layouts[key]
 
     def buffers(self, layout: Layout, grads=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for whole gradients [R * S], and for this rank's part of their mean [S].
+        """Memory for whole gradients [R * S], and for this rank's part of their mean [S]; the same if that is all.
 
         grads: what the first could be made of, if it is of this stream.
         """
         empty = functools.partial(torch.empty, device=self.flat.device)
-        return empty(layout.ranks * layout.numel, dtype=self.reduce_dtype), empty(layout.numel, dtype=self.dtype)
+        whole = empty(layout.ranks * layout.numel, dtype=self.reduce_dtype)
+        if self.ranks.shard is None and self.reduce_dtype == self.dtype:
+            return whole, whole
+        return whole, empty(layout.numel, dtype=self.dtype)
 
     def pack(self, grads: list[torch.Tensor | None], layout: Layout, buffer: torch.Tensor):
         """Copy whole gradients into a buffer [R * S], piece by piece and by rank; one that is None counts as zero."""
@@ -390,20 +409,23 @@ class ParamGroup:
 
         mean(buffer, self.ranks.size if self.divisor is None else self.divisor, sum_up, sums)
 
-    def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor):
+    def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor) -> bool:
         """Make these the gradients of the sharded parameters, or add them to those that there are.
 
         Hooks of register_post_accumulate_grad_hook are called then: in them an optimizer may step, on this stream.
+        Returns whether `sums` are gradients from here on: nobody's hook has dropped them.
         """
-        views = layout.shards(sums, self.ranks.part)
+        views, made = layout.shards(sums, self.ranks.part), []
         for parameter, view in zip(parameters, views, strict=True):
             sharded = parameter.sharded
             if sharded.grad is None:
                 sharded.grad = DTensor(view, sharded._spec, requires_grad=False)
+                made.append((sharded, sharded.grad))
             else:
                 sharded.grad._local_tensor.add_(view)
             for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(sharded)
+        return any(sharded.grad is grad for sharded, grad in made)
 
 
 def param_dtype_of(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:

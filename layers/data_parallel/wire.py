@@ -35,13 +35,12 @@ def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wir
 def stream_beside(ctx: Context | None, dev):
     """The stream on which all models' gradients are summed and parameters gathered over these ranks; None: a new one.
 
-    One, since a context keeps a workspace for each stream of its operations, and models come and go in a process.
+    One, since a context keeps a workspace for each stream of its operations, and models come and go in a process. It
+    comes first where products wait for SMs too, so that a kernel waits for one product, not for those behind it.
     """
-    if ctx is None:
-        return dev.Stream()
-    streams = _streams.setdefault(ctx, {})
+    streams = {} if ctx is None else _streams.setdefault(ctx, {})
     if dev not in streams:
-        streams[dev] = dev.Stream()
+        streams[dev] = dev.Stream(priority=-1)
     return streams[dev]
 
 
@@ -58,9 +57,10 @@ def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tens
         buffer.mul_(1 / divisor)
     total, scale = sum_up(buffer), 1 if before else 1 / divisor
     out = total if out is None else out
-    if torch.promote_types(total.dtype, out.dtype) != out.dtype:
+    wider = torch.promote_types(total.dtype, out.dtype) == out.dtype != total.dtype
+    if total is not out and not wider:
         return torch.mul(total, scale, out=out)  # rounded once
-    if total is not out:
+    if wider:
         out.copy_(total)
     return out if scale == 1 else out.mul_(scale)
 
