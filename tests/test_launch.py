@@ -293,6 +293,28 @@ def test_a_pool_that_is_started_makes_its_ranks_ready_meanwhile():
     assert_dead(pids)
 
 
+def start_manager(ctx):
+    start_manager.kept = multiprocessing.get_context("spawn").Manager()
+    return start_manager.kept._process.pid
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()  # nobody may wait for it any more
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_pool_ends_what_its_ranks_have_started(end):
+    pool = RankPool(1)
+    (pid,) = pool.run(start_manager)
+    assert not has_ended(pid)
+    getattr(pool, end)()
+    while not has_ended(pid):
+        time.sleep(0.02)
+
+
 def without_output(ctx):
     sys.stdout.close()
     sys.stderr = None
@@ -618,6 +640,19 @@ def shared_files_of(token: str) -> list[str]:
     return [name for name in found if "/dev/shm/" in name and not name.endswith(" (deleted)")]
 
 
+def interrupted(parent: subprocess.Popen, again_s: float = 60.0) -> str:
+    """What a process writes that ends by Ctrl-C, which comes to its whole group, as a terminal's does.
+
+    It is pressed again if that has changed nothing. Python loses it in a callback of a weak reference, which every
+    import has: it writes "Exception ignored in", and goes on.
+    """
+    for _ in range(10):
+        os.killpg(parent.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return parent.communicate(timeout=again_s)[0]
+    raise AssertionError(f"the process has not ended {10 * again_s:g} s after Ctrl-C")
+
+
 @pytest.mark.parametrize(
     "case, end",
     [
@@ -660,10 +695,11 @@ def test_no_process_and_no_file_is_left_behind(tmp_path, case, end):
         if case == "starting":
             time.sleep(0.5)  # well into the start of the ranks' interpreters
         if end == signal.SIGINT:
-            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the parent and to the ranks
-        elif end is not None:
-            parent.send_signal(end)
-        output += parent.communicate(timeout=600)[0]
+            output += interrupted(parent)
+        else:
+            if end is not None:
+                parent.send_signal(end)
+            output += parent.communicate(timeout=600)[0]
         limit = time.monotonic() + 300
         while (alive := processes_with(token)) and time.monotonic() < limit:
             time.sleep(0.05)
@@ -675,6 +711,7 @@ def test_no_process_and_no_file_is_left_behind(tmp_path, case, end):
         assert parent.returncode == 0, output
         assert "hello from 0" in output and "hello from 1" in output and "as asked" in output
     if end == signal.SIGINT:
-        assert output.count("Traceback") <= 1, f"ranks should end silently:\n{output}"
+        lost = output.count("Exception ignored")
+        assert output.count("Traceback") - lost <= 1, f"ranks should end silently:\n{output}"
         assert "KeyboardInterrupt" in output
     assert list(temporary.iterdir()) == [] and shared == []

@@ -25,6 +25,7 @@ import io
 import multiprocessing.connection
 import multiprocessing.process
 import multiprocessing.spawn
+import multiprocessing.util
 import numbers
 import os
 import pickle
@@ -336,7 +337,9 @@ _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 def _end(ranks: list[_Rank]):
     for rank in ranks:
-        rank.process.kill()
+        if rank.process.poll() is None:  # so that its number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)  # it, and what its program has started
     while ranks:
         process, *ends = ranks.pop()
         process.wait()
@@ -415,6 +418,7 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
     from tkernels.comm.runtime import RUNTIME
 
     if RUNTIME == "simulated":
+        multiprocessing.util._exit_function()  # the end of managers and daemons, as in processes of multiprocessing
         # A normal exit occasionally aborts: gloo's thread releases a tensor while the interpreter shuts down. On the
         # nvshmem runtime the exit must be a normal one, because NVSHMEM cleans up in it.
         os._exit(0)
