@@ -1124,6 +1124,30 @@ def test_fully_shard_calls_hooks_once_in_a_backward_through_several_forwards_of_
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["parameters", "gradients", "optimizer", "replicate"])
+def test_fully_shard_adds_up_backwards_in_reduce_dtype(ctx, strategy):
+    """In bf16, 256 and 1 are 256. What somebody does to `.grad` between backwards counts, and zero_grad begins anew."""
+    model = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16, device=ctx.device)
+    fully_shard(model, mesh=mesh_of(ctx), strategy=strategy, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    x = torch.ones(1, 4, dtype=torch.bfloat16, device=ctx.device)
+
+    def backwards(number):
+        for _ in range(number):
+            model(x).sum().backward()
+        return full(model.weight.grad)
+
+    assert backwards(300).eq(300).all()
+    model.zero_grad()
+    assert backwards(261).eq(260).all()  # 261 rounds to 260, and is 261 for the next one
+    assert backwards(1).eq(262).all()
+    with torch.no_grad():
+        model.weight.grad.mul_(2)
+    assert backwards(5).eq(528).all()  # 524 + 5 is 529
+    model.weight.grad.zero_()
+    assert backwards(3).eq(3).all()
+
+
+@pytest.mark.ranks(2)
 def test_fully_shard_reaches_means_that_fp16_holds_where_it_does_not_hold_the_sums(ctx):
     x = torch.full((1, 4), 200.0, dtype=torch.float16, device=ctx.device)
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)):

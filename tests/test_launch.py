@@ -643,8 +643,8 @@ def shared_files_of(token: str) -> list[str]:
 def interrupted(parent: subprocess.Popen, again_s: float = 60.0) -> str:
     """What a process writes that ends by Ctrl-C, which comes to its whole group, as a terminal's does.
 
-    It is pressed again if that has changed nothing. Python loses it in a callback of a weak reference, which every
-    import has: it writes "Exception ignored in", and goes on.
+    It is pressed again if that has changed nothing: of one that comes in a finalizer, or in a callback of a weak
+    reference, Python only writes ("Exception ignored in"), and goes on.
     """
     for _ in range(10):
         os.killpg(parent.pid, signal.SIGINT)

@@ -71,7 +71,8 @@ def fully_shard(
         "replicate": nothing. Parameters are DTensors too, `Replicate()`; gradients are all-reduced once a step (DDP).
         A step ends with every backward, unless set_is_last_backward(False) was called before.
     mp_policy: torch's. The optimizer's parameters keep their dtype, so fp32 parameters with param_dtype=torch.bfloat16
-        are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16.
+        are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16. If it is wider
+        than the parameters, backwards add up in it, in memory of as many elements beside `.grad`.
     ignored_params: parameters to leave alone.
     prefetch: of the root: units that are gathered ahead, in the order learned from the last iteration. Each takes
         memory for one more unit.

@@ -101,7 +101,8 @@ class Parameter:
     """One parameter of a group.
 
     places: (module, attribute) of all its names. shape: of the whole, on this rank.
-    producer: the stream that has written `whole.grad` last.
+    producer: the stream that has written `whole.grad` last. total: the gradient of the sharded one before it was
+    rounded to that one's dtype, if `reduce_dtype` is wider; of the comm stream, which alone uses it.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Parameter:
     group: "ParamGroup | None" = None
     whole: nn.Parameter | None = None
     producer: object = None
+    total: torch.Tensor | None = None
     _marks: dict = field(default_factory=dict)
     _hooks: list = field(default_factory=list)  # that somebody has registered before: on gradients, which are whole
 
@@ -223,6 +225,7 @@ class ParamGroup:
         self._shards: list[torch.Tensor] = []
         self._writes: list[int] = []  # to the whole parameters before the module got them
         self._views, self._layouts = {}, {}
+        self._totals: torch.Tensor | None = None  # what `sums` were before they were rounded
         for parameter in parameters:
             parameter.group = self
 
@@ -247,6 +250,11 @@ class ParamGroup:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return self.policy.reduce_dtype or self.param_dtype
+
+    @property
+    def adds_up_wider(self) -> bool:
+        """Whether gradients are added up over backwards in `reduce_dtype`, beside those that optimizers see."""
+        return torch.promote_types(self.dtype, self.reduce_dtype) == self.reduce_dtype != self.dtype
 
     @property
     def trained(self) -> list[Parameter]:
@@ -407,7 +415,13 @@ class ParamGroup:
                     tkernels.all_reduce(piece, out=piece, ctx=replica)
             return total
 
-        mean(buffer, self.ranks.size if self.divisor is None else self.divisor, sum_up, sums)
+        divisor = self.ranks.size if self.divisor is None else self.divisor
+        if not self.adds_up_wider:
+            mean(buffer, divisor, sum_up, sums)
+            return
+        totals = mean(buffer, divisor, sum_up)
+        self._totals = totals.clone() if shard is None else totals  # the buffer is another stream's
+        sums.copy_(self._totals)
 
     def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor) -> bool:
         """Make these the gradients of the sharded parameters, or add them to those that there are.
@@ -416,13 +430,22 @@ class ParamGroup:
         Returns whether `sums` are gradients from here on: nobody's hook has dropped them.
         """
         views, made = layout.shards(sums, self.ranks.part), []
-        for parameter, view in zip(parameters, views, strict=True):
+        totals = layout.shards(self._totals, self.ranks.part) if self.adds_up_wider else [None] * len(parameters)
+        self._totals = None
+        for parameter, view, total in zip(parameters, views, totals, strict=True):
             sharded = parameter.sharded
             if sharded.grad is None:
                 sharded.grad = DTensor(view, sharded._spec, requires_grad=False)
                 made.append((sharded, sharded.grad))
-            else:
+            elif total is None:
                 sharded.grad._local_tensor.add_(view)
+            else:
+                grad = sharded.grad._local_tensor
+                before = grad if parameter.total is None else parameter.total
+                # What somebody has changed since counts as it is. Told by the value, since torch counts no writes of a
+                # graph's replay.
+                grad.copy_(total.add_(torch.where(before.to(grad.dtype) == grad, before, grad)))
+            parameter.total = total
             for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(sharded)
         return any(sharded.grad is grad for sharded, grad in made)
