@@ -1218,6 +1218,10 @@ def test_gather_state_dict_of_parallel_layers_inside_of_units(ctx, tmp_path):
             got = gather_state_dict(each)
             assert got.keys() == want.keys() and all(torch.equal(got[key], want[key].cpu()) for key in want)
     twice = mlp(1, ctx)
+    with pytest.raises(MismatchError, match="parts of tensors .tensor_model_parallel. of rank 0 .* in fc1"):
+        FullyShard(twice, ParallelMLP, mesh=ctx)
+    for parameter in twice.parameters():
+        nn.init.ones_(parameter)
     with pytest.raises(ValueError, match="0.fc1.weight is split by ColumnParallelLinear, and each part again by fully"):
         sharded_state_dict(FullyShard(twice, ParallelMLP, mesh=ctx))
 

@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tkernels.comm import Context, as_context
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.collectives import SUMMED
+from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
+from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 
@@ -85,7 +87,7 @@ def fully_shard(
     Raises ValueError or TypeError on every rank, before anything is changed, for what can't be sharded: CPU offload,
     shard_placement_fn, dp_mesh_dims, a reshard_after_forward of some of the ranks, parameters without a dimension or
     elements, parameters tied across units (shard those modules as one list), layers that defer weight gradients.
-    MismatchError if the ranks' modules differ.
+    MismatchError if the ranks' modules differ, or their parts of plain parameters that are split over other ranks.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     ranks = ranks_of(mesh, strategy)
@@ -109,6 +111,12 @@ def fully_shard(
     for ctx in ranks.contexts:
         for alike in (options, layouts):  # a parameter may have an option's name
             ctx.group.check_alike("fully_shard", "models", alike, "shard the same model alike")
+        plain = ((name, p) for name, p in parameters.items() if not (isinstance(p, DTensor) or p.is_meta))
+        split = {name: checksum(parameter) for name, parameter in plain if is_split(parameter)}
+        ctx.group.check_alike(
+            "fully_shard", "parts of tensors (tensor_model_parallel)", split,
+            "pass a mesh of data-parallel ranks, which have the same parts, with the same values",
+        )  # fmt: skip
 
     beside = _tensor_parallel_mesh(modules)
     by_kind: dict[tuple, list[Parameter]] = {}
