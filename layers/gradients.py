@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 import tkernels
 from tkernels.comm.arguments import check_dense, check_type
 from tkernels.comm.collectives import SUMMED
-from tkernels.comm.context import MeshLike, as_context
+from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
+from tkernels.layers.data_parallel.engine import Unit
 from tkernels.layers.data_parallel.norms import clip_scale, counts, norms_of, sum_of_squares
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.marks import gradient_of, is_partial
@@ -82,8 +83,9 @@ def clip_grad_norm_(
 
     Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
     has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
-    part of the gradients of (ZeroOptimizer clips by its `max_norm`), and if parameters of an OverlappedDDP are split,
-    but mesh has data-parallel ranks of it. DTensors, as those of fully_shard, count with all their parts.
+    part of the gradients of (ZeroOptimizer clips by its `max_norm`), if parameters of an OverlappedDDP are split, but
+    mesh has data-parallel ranks of it, and for DTensors that have lost the mark of split parameters, as torch's FSDP2
+    makes them. DTensors, as those of fully_shard, count with all their parts.
     """
     ctx = as_context(mesh, "clip_grad_norm_: mesh")
     _check_max_norm("clip_grad_norm_", max_norm)
@@ -103,6 +105,8 @@ def clip_grad_norm_(
                 f"clip_grad_norm_: parameters belong to {type(owner).__name__}, and this rank has a part of their "
                 f"gradients alone; pass {'max_norm= and tensor_parallel= to it' if ours else 'its owned_parameters()'}"
             )
+    for parameter in parameters:
+        _check_mark(parameter, ctx)
     for ddp in wrappers:
         ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):
@@ -117,6 +121,19 @@ def clip_grad_norm_(
         for grad in map(gradient_of, parameters):
             grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it
     return norm
+
+
+def _check_mark(parameter: torch.Tensor, ctx: Context):
+    """Raises ValueError for a DTensor of which nobody knows whether the ranks of `ctx` have parts or copies of it."""
+    if not isinstance(parameter, DTensor) or hasattr(parameter, "tensor_model_parallel") or owner_of(parameter, Unit):
+        return
+    if len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks)) < min(ctx.size, 2):
+        raise ValueError(
+            f"clip_grad_norm_: the parameter of {tuple(parameter.shape)} is a DTensor over data-parallel ranks alone, "
+            f"and the marks that parallel layers set are not on it, as torch's FSDP2 drops them; use "
+            f"tkernels.layers.fully_shard, which keeps them, or set tensor_model_parallel on all parameters again: "
+            f"True if the ranks of mesh= have different parts, False if they have copies"
+        )
 
 
 def _check_place(caller: str, name: str, grad, device: torch.device):

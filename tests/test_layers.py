@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import tkernels
 from tkernels import layers
@@ -304,6 +306,24 @@ def test_clip_grad_norm_is_that_of_the_whole_model(ctx):
         with pytest.raises(ValueError, match="belong to ZeroOptimizer, .* their gradients alone; pass max_norm="):
             layers.clip_grad_norm_(parameters, 1.0, mesh=ctx)
     zero.remove()
+
+
+@pytest.mark.ranks(2)
+def test_clip_grad_norm_under_torchs_fully_shard_needs_the_marks_that_it_drops(ctx):
+    full = nn.Sequential(linear(8, 6, 41, values=integers), nn.ReLU(), linear(6, 4, 43, values=integers))
+    model = layers.parallelize(copy.deepcopy(full).to(ctx.device), {"0": "column", "2": "row"}, ctx)
+    split = {name: getattr(each, "tensor_model_parallel", False) for name, each in model.named_parameters()}
+    torch_fully_shard(model, mesh=init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))["dp"])
+    x, full = integers((5, 8), torch.float32, 45), double(full)
+    full(x.double()).sum().backward()
+    model(x.to(ctx.device)).sum().backward()
+    with pytest.raises(ValueError, match="FSDP2 drops them; use tkernels.layers.fully_shard"):
+        layers.clip_grad_norm_(model.parameters(), 2.0, mesh=ctx)
+    for name, parameter in model.named_parameters():
+        parameter.tensor_model_parallel = split[name]
+    want = nn.utils.clip_grad_norm_(full.parameters(), 2.0)
+    norm = layers.clip_grad_norm_(model.parameters(), 2.0, mesh=ctx)
+    assert_close_to(norm / want, torch.ones_like(want), terms=128)
 
 
 @pytest.mark.ranks(2)
