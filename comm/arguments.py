@@ -40,6 +40,12 @@ def check_torch_dtype(what: str, value):
     check_type(what, value, torch.dtype, "a torch.dtype")
 
 
+def check_flags(caller: str, **flags):
+    """Raise TypeError unless the values are True or False: any word is true, "False" too."""
+    for name, value in flags.items():
+        check_type(f"{caller}: {name}", value, bool, "True or False")
+
+
 def check_tensors(operation: str, **operands):
     """Raise TypeError for operands, by name, that are no tensors and don't stand for one in a trace."""
     for name, value in operands.items():

@@ -837,6 +837,7 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         ("optimizer_class='SGD' must be a class", {"optimizer_class": "SGD"}),
         ("overlap_gather=True must be an nn.Module", {"overlap_gather": True}),
         ("reduce_dtype='bf16' must be a torch.dtype", {"reduce_dtype": "bf16"}),
+        ("overlap_comm='no' must be True or False", {"overlap_comm": "no"}),
         ("bucket_bytes=2.5 must be a number", {"bucket_bytes": 2.5}),
         ("max_norm='x' must be a number", {"max_norm": "x"}),
         ("takes a Context", {"tensor_parallel": "tp"}),

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_flags, check_torch_dtype, check_type
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import checksum
@@ -117,6 +117,14 @@ class OverlappedDDP(nn.Module):
         whole = open_wire("OverlappedDDP", backend, mesh)
         with whole.group.checking():
             check_type("OverlappedDDP: module", module, nn.Module, "an nn.Module")
+            flags = dict(overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather)
+            if use_distributed_optimizer is not None:
+                flags["use_distributed_optimizer"] = use_distributed_optimizer
+            check_flags("OverlappedDDP", average=average, **flags)
+            if grad_dtype is not None:
+                check_torch_dtype("OverlappedDDP: grad_dtype", grad_dtype)
+            if comm_stream is not None and not hasattr(comm_stream, "wait_event"):
+                raise TypeError(f"OverlappedDDP: comm_stream={comm_stream!r} must be a stream of the device, or None")
             params = {name: param for name, param in module.named_parameters() if param.requires_grad}
             needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
             sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer

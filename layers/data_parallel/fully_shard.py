@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.arguments import check_type, whole
+from tkernels.comm.arguments import check_flags, check_type, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
@@ -99,6 +99,7 @@ def fully_shard(
         reshard_after_forward = _reshards(reshard_after_forward, ranks.parts)
         _refuse_options(shard_placement_fn, offload_policy, dp_mesh_dims)
         whole("fully_shard: prefetch", prefetch)
+        check_flags("fully_shard", overlap=overlap)
         managed = _managed_modules(modules)
         places = _parameters_of(modules, managed, ignored_params or set())
         for part in managed:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
-from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
+from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import barrier
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
@@ -117,6 +117,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             groups, self._names, meshes = _param_groups(params)
             if not callable(optimizer_class):
                 raise TypeError(f"ZeroOptimizer: optimizer_class={optimizer_class!r} must be a class of optimizers")
+            check_flags("ZeroOptimizer", overlap_comm=overlap_comm)
             check_type("ZeroOptimizer: overlap_gather", overlap_gather, nn.Module | None, "an nn.Module")
             if reduce_dtype is not None:
                 check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
