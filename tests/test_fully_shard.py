@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import functools
 import types
+import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -1198,6 +1200,69 @@ def test_fully_shard_face_is_fully_shard_of_all_modules_of_some_classes(ctx, tmp
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             FullyShard(hybrid(ctx), mesh=ctx, **wrong)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(StateSpace()) for _ in range(3))
+        self.norm = nn.LayerNorm(FEATURES)
+
+
+def shared(ctx):
+    """Most parameters are at two places in modules that are no units, so they are the root's in any case."""
+    model = hybrid(ctx, kinds=(Dense, StateSpace))
+    model.layers[1].into.weight = model.embed.again = nn.Parameter(torch.zeros(32, 100 * FEATURES, device=ctx.device))
+    return model
+
+
+def stacked(ctx):
+    model = hybrid(ctx, kinds=(Dense,))
+    model.stack = Stack().to(ctx.device)
+    return model
+
+
+MIXED = StateSpace, Dense, StateSpace, StateSpace, StateSpace  # StateSpace has about two thirds
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (functools.partial(hybrid, kinds=MIXED), "StateSpace hold 68 %"),
+        (stacked, "StateSpace hold 61 %"),  # rather than Sequential, or Stack, of which there is one
+        (functools.partial(hybrid, kinds=(StateSpace, Dense)), None),  # about a third
+        (shared, None),
+    ],
+    ids=["most", "stacked", "few", "shared"],
+)
+def test_fully_shard_face_names_a_class_that_is_no_unit(ctx, make, said):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always", "FullyShard")
+        FullyShard(make(ctx), Dense, mesh=ctx)
+    warned = [each for each in warned if "FullyShard" in str(each.message)]
+    assert len(warned) == (said is not None)
+    for each in warned:
+        assert f"modules of class {said} of the parameters and are no units" in str(each.message)
+        assert str(each.message).endswith("; add StateSpace to units=") and each.filename == __file__
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_face_is_silent_where_blocks_are_units_and_logs_its_pool(ctx):
+    by_hand = hybrid(ctx, kinds=MIXED)
+    for layer in by_hand.layers[2:]:
+        fully_shard(layer, mesh=ctx)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FullyShard")
+        face = full_shard(ctx, 0)
+        FullyShard(hybrid(ctx, kinds=MIXED), Dense, mesh=ctx, strategy="optimizer")  # gathers units for as long
+        FullyShard(by_hand, Dense, mesh=ctx)  # one StateSpace is left
+    with mock.patch.object(engine._log, "info") as logged:
+        for x in batches(ctx, 2):
+            loss_of(face(own(ctx, x))).backward()
+    said = [message % tuple(values) for (message, *values), _ in logged.call_args_list]
+    assert said == ([f"the memory of gathered parameters\n{unit_of(face.module).engine.pool}"] if ctx.rank == 0 else [])
+    assert all("layers.0" in text and "2 copies of" in text for text in said)
 
 
 @pytest.mark.ranks(2)

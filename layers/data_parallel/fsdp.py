@@ -1,6 +1,8 @@
 """FullyShard: `fully_shard` of all modules of some classes, in one call, as a wrapper."""
 
+import collections
 import contextlib
+import warnings
 
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tkernels.comm.arguments import check_type, whole
 from tkernels.layers.data_parallel.engine import unit_of
 from tkernels.layers.data_parallel.fully_shard import fully_shard, ranks_of
+
+_CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict}
 
 
 class FullyShard(nn.Module):
@@ -37,6 +41,7 @@ class FullyShard(nn.Module):
         than `prefetch` of fully_shard. mesh, overlap, strategy: as there.
 
         Raises ValueError or TypeError if no module is a unit, or the module itself; and what fully_shard raises.
+        Warns of a class that holds most of the parameters and is no unit, since the root gathers those all at once.
         """
         super().__init__()
         with ranks_of(mesh, strategy).checking():
@@ -54,6 +59,8 @@ class FullyShard(nn.Module):
                 names = ", ".join(kind.__name__ for kind in (units if isinstance(units, tuple) else (units,)))
                 raise ValueError(f"FullyShard: no module is a unit: none is of the types {names}")
             whole("FullyShard: copies", copies, 1)
+            if strategy == "parameters":  # with the others all that is gathered stays so
+                _warn_of_a_forgotten_class(module, units)
         options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=grad_dtype), "strategy": strategy}
         for part in reversed(parts):  # what is inside comes first
             fully_shard(part, **options)
@@ -85,3 +92,32 @@ class FullyShard(nn.Module):
     def zero_grad(self, set_to_none: bool = True):
         """Discard all gradients, also those that `no_sync` has accumulated."""
         self.module.zero_grad(set_to_none)
+
+
+def _warn_of_a_forgotten_class(module: nn.Module, units):
+    """Warn if modules of one class that could be units, but are none, hold more than half of the parameters.
+
+    Of such modules inside one another, the outermost count whose class occurs more than once: a layer rather than the
+    stack that it is part of. Parameters of several modules count for none of them: they could be in no unit.
+    """
+    parts = list(module.modules())
+    sharded = [part for part in parts if isinstance(part, units) or unit_of(part) is not None]
+    inside = {each for part in sharded for each in part.modules()}
+    taken = {type(part) for part in parts if not inside.isdisjoint(part.modules())}  # in units, and around them
+    free = [part for part in parts if type(part) not in taken | _CONTAINERS]
+    occurrences = collections.Counter(map(type, free))
+    homes = collections.Counter(parameter for part in parts for parameter in part.parameters(recurse=False))
+    left, held = {parameter for parameter, count in homes.items() if count == 1}, collections.Counter()
+    for part in sorted(free, key=lambda part: occurrences[type(part)] == 1):  # stable: what is around comes first
+        own = left.intersection(part.parameters())
+        held[type(part)] += sum(parameter.numel() for parameter in own)
+        left -= own
+    total = sum(parameter.numel() for parameter in homes)
+    for kind, numel in held.most_common(1):
+        if 2 * numel > total:
+            warnings.warn(
+                f"FullyShard: modules of class {kind.__name__} hold {100 * numel // total} % of the parameters and are "
+                f"no units, so every rank has all of that gathered for the whole iteration; add {kind.__name__} to "
+                f"units=",
+                stacklevel=3,
+            )
