@@ -887,7 +887,7 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
         OverlappedDDP(model, mesh=ctx).start_param_sync()
 
     instances, dtype = {"num_distributed_optimizer_instances": 3}, {"grad_dtype": torch.float64}
-    words = [{name: "False"} for name in ("average", "overlap_param_gather", "grad_dtype", "comm_stream")]
+    words = [{name: "False"} for name in ("average", "overlap_param_gather", "grad_dtype")]
     for wrong in ({"bucket_size": 0}, {"bucket_size": "40M"}, instances, dtype, *words):
         with pytest.raises((TypeError, ValueError), match=r"^OverlappedDDP: .* \(on rank 1\)$") as error:
             OverlappedDDP(model, mesh=ctx, **(wrong if ctx.rank == 1 else {}))

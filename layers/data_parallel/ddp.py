@@ -123,8 +123,6 @@ class OverlappedDDP(nn.Module):
             check_flags("OverlappedDDP", average=average, **flags)
             if grad_dtype is not None:
                 check_torch_dtype("OverlappedDDP: grad_dtype", grad_dtype)
-            if comm_stream is not None and not hasattr(comm_stream, "wait_event"):
-                raise TypeError(f"OverlappedDDP: comm_stream={comm_stream!r} must be a stream of the device, or None")
             params = {name: param for name, param in module.named_parameters() if param.requires_grad}
             needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
             sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer

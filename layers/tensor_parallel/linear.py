@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
 from tkernels.comm.arguments import check_dense, check_torch_dtype, check_type, whole
+from tkernels.comm.context import constant_in_traces
 from tkernels.comm.group import checksum
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
@@ -212,8 +213,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
-        ddp = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
-        if ddp is not None and len({*self._ranks}.intersection(dist.get_process_group_ranks(ddp.process_group))) > 1:
+        if len({*self._ranks}.intersection(_ranks_of_ddp())) > 1:
             raise ValueError(
                 f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
                 f"for replicas, and it has given all of them the same part; pass it process_group= of the ranks that "
@@ -232,6 +232,13 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         options = ", ".join(f"{name}={getattr(self, name)}" for name in shown)
         ranks = len(self.feature_sizes)
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {options}, ranks={ranks}"
+
+
+@constant_in_traces
+def _ranks_of_ddp() -> tuple[int, ...]:
+    """The ranks of torch's DistributedDataParallel whose forward runs or is traced; none if there is none."""
+    ddp = DistributedDataParallel._active_ddp_module
+    return () if ddp is None else tuple(dist.get_process_group_ranks(ddp.process_group))
 
 
 class ColumnParallelLinear(ParallelLinear):
