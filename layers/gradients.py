@@ -98,6 +98,7 @@ def clip_grad_norm_(
     wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
     shards = {shard for ddp in wrappers for shard in ddp.shards}
     for parameter in parameters:
+        _check_mark(parameter, ctx)
         owner = owner_of(parameter, (ZeroOptimizer, OverlappedDDP))
         if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
             ours = isinstance(owner, ZeroOptimizer)
@@ -105,8 +106,6 @@ def clip_grad_norm_(
                 f"clip_grad_norm_: parameters belong to {type(owner).__name__}, and this rank has a part of their "
                 f"gradients alone; pass {'max_norm= and tensor_parallel= to it' if ours else 'its owned_parameters()'}"
             )
-    for parameter in parameters:
-        _check_mark(parameter, ctx)
     for ddp in wrappers:
         ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):

@@ -311,8 +311,10 @@ def test_a_pool_ends_what_its_ranks_have_started(end):
     (pid,) = pool.run(start_manager)
     assert not has_ended(pid)
     getattr(pool, end)()
-    while not has_ended(pid):
+    limit = time.monotonic() + 300
+    while not has_ended(pid) and time.monotonic() < limit:
         time.sleep(0.02)
+    assert has_ended(pid)
 
 
 def without_output(ctx):
@@ -643,13 +645,15 @@ def shared_files_of(token: str) -> list[str]:
 def interrupted(parent: subprocess.Popen, again_s: float = 60.0) -> str:
     """What a process writes that ends by Ctrl-C, which comes to its whole group, as a terminal's does.
 
-    It is pressed again if that has changed nothing: of one that comes in a finalizer, or in a callback of a weak
-    reference, Python only writes ("Exception ignored in"), and goes on.
+    It is pressed again if that has changed nothing, as it must where Python has lost it, and says so: in a finalizer,
+    or in a callback of a weak reference, it only writes of an exception.
     """
-    for _ in range(10):
+    for times in range(1, 11):
         os.killpg(parent.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return parent.communicate(timeout=again_s)[0]
+            output = parent.communicate(timeout=again_s)[0]
+            assert output.count("Exception ignored") == times - 1, f"Ctrl-C was pressed {times} times:\n{output}"
+            return output
     raise AssertionError(f"the process has not ended {10 * again_s:g} s after Ctrl-C")
 
 

@@ -341,7 +341,7 @@ class Engine:
                 elsewhere.append(Lease(grad, dev=self.dev, home=parameter.producer))
         # On the stream that optimizers use sums on, and free them.
         buffer, sums = group.buffers(layout, None if elsewhere else grads)
-        in_place = sums is buffer
+        alone = sums is buffer  # nothing is split
         buffer, begun = Lease(buffer, dev=self.dev, name="gradients"), len(self._sent)
         with contextlib.ExitStack() as reading, buffer.write() as into:
             for lease in elsewhere:
@@ -353,9 +353,9 @@ class Engine:
             self._sent.defer(lease)
         held = Lease(sums, dev=self.dev, name="gradients of shards")  # if it is only added to others
         with buffer.read(comm), self._sums.write(comm, ordered=True), held.write(comm), self.dev.stream(comm):
-            group.reduce(buffer.tensor, sums, layout)
-            kept = group.accumulate(parameters, layout, sums)
-        sent = self._summed if in_place and kept else self._sent
+            unrounded = group.reduce(buffer.tensor, sums, layout)
+            kept = group.accumulate(parameters, layout, sums, unrounded)
+        sent = self._summed if alone and kept else self._sent
         sent.defer(buffer)
         sent.defer(held)
         self._sendings.append(len(self._sent) - begun)

@@ -156,7 +156,7 @@ class FlatGroup:
         """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up."""
         mean(buffer, self.divisor, lambda buffer: self.wire.reduce_scatter(buffer, layout.rows), sums)
 
-    def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor) -> bool:
+    def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor, _=None) -> bool:
         """Make these the masters' gradients, or add them to those that there are; as of ParamGroup."""
         if self.has_total:
             self.total.add_(sums)

@@ -109,11 +109,11 @@ def fully_shard(
     options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
     parameters = {name: _parameter_at(homes) for name, homes in places.items()}
     layouts = {name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters.items()}
+    plain = ((name, p) for name, p in parameters.items() if not (isinstance(p, DTensor) or p.is_meta))
+    split = {name: checksum(parameter) for name, parameter in plain if is_split(parameter)}
     for ctx in ranks.contexts:
         for alike in (options, layouts):  # a parameter may have an option's name
             ctx.group.check_alike("fully_shard", "models", alike, "shard the same model alike")
-        plain = ((name, p) for name, p in parameters.items() if not (isinstance(p, DTensor) or p.is_meta))
-        split = {name: checksum(parameter) for name, parameter in plain if is_split(parameter)}
         ctx.group.check_alike(
             "fully_shard", "parts of tensors (tensor_model_parallel)", split,
             "pass a mesh of data-parallel ranks, which have the same parts, with the same values",

@@ -101,7 +101,7 @@ class Parameter:
     """One parameter of a group.
 
     places: (module, attribute) of all its names. shape: of the whole, on this rank.
-    producer: the stream that has written `whole.grad` last. total: the gradient of the sharded one before it was
+    producer: the stream that has written `whole.grad` last. unrounded: the gradient of the sharded one before it was
     rounded to that one's dtype, if `reduce_dtype` is wider; of the comm stream, which alone uses it.
     """
 
@@ -113,7 +113,7 @@ class Parameter:
     group: "ParamGroup | None" = None
     whole: nn.Parameter | None = None
     producer: object = None
-    total: torch.Tensor | None = None
+    unrounded: torch.Tensor | None = None
     _marks: dict = field(default_factory=dict)
     _hooks: list = field(default_factory=list)  # that somebody has registered before: on gradients, which are whole
 
@@ -225,7 +225,6 @@ class ParamGroup:
         self._shards: list[torch.Tensor] = []
         self._writes: list[int] = []  # to the whole parameters before the module got them
         self._views, self._layouts = {}, {}
-        self._totals: torch.Tensor | None = None  # what `sums` were before they were rounded
         for parameter in parameters:
             parameter.group = self
 
@@ -399,8 +398,11 @@ class ParamGroup:
             if parameter.whole is not None:
                 parameter.whole.grad = None
 
-    def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: Layout):
-        """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up."""
+    def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up.
+
+        Returns it as it was before it was rounded, if that is what gradients are added up in.
+        """
         shard, replica = self.ranks.shard, self.ranks.replica
 
         def sum_up(buffer):
@@ -418,34 +420,34 @@ class ParamGroup:
         divisor = self.ranks.size if self.divisor is None else self.divisor
         if not self.adds_up_wider:
             mean(buffer, divisor, sum_up, sums)
-            return
-        totals = mean(buffer, divisor, sum_up)
-        self._totals = totals.clone() if shard is None else totals  # the buffer is another stream's
-        sums.copy_(self._totals)
+            return None
+        unrounded = mean(buffer, divisor, sum_up)
+        sums.copy_(unrounded)
+        return unrounded.clone() if shard is None else unrounded  # the buffer is another stream's
 
-    def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor) -> bool:
+    def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor, unrounded=None) -> bool:
         """Make these the gradients of the sharded parameters, or add them to those that there are.
 
-        Hooks of register_post_accumulate_grad_hook are called then: in them an optimizer may step, on this stream.
+        unrounded: what `reduce` has returned. Hooks of register_post_accumulate_grad_hook are called then: in them an
+        optimizer may step, on this stream.
         Returns whether `sums` are gradients from here on: nobody's hook has dropped them.
         """
         views, made = layout.shards(sums, self.ranks.part), []
-        totals = layout.shards(self._totals, self.ranks.part) if self.adds_up_wider else [None] * len(parameters)
-        self._totals = None
-        for parameter, view, total in zip(parameters, views, totals, strict=True):
+        exact = [None] * len(parameters) if unrounded is None else layout.shards(unrounded, self.ranks.part)
+        for parameter, view, unrounded in zip(parameters, views, exact, strict=True):
             sharded = parameter.sharded
             if sharded.grad is None:
                 sharded.grad = DTensor(view, sharded._spec, requires_grad=False)
                 made.append((sharded, sharded.grad))
-            elif total is None:
+            elif unrounded is None:
                 sharded.grad._local_tensor.add_(view)
             else:
                 grad = sharded.grad._local_tensor
-                before = grad if parameter.total is None else parameter.total
+                before = grad if parameter.unrounded is None else parameter.unrounded
                 # What somebody has changed since counts as it is. Told by the value, since torch counts no writes of a
                 # graph's replay.
-                grad.copy_(total.add_(torch.where(before.to(grad.dtype) == grad, before, grad)))
-            parameter.total = total
+                grad.copy_(unrounded.add_(torch.where(before.to(grad.dtype) == grad, before, grad)))
+            parameter.unrounded = unrounded
             for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(sharded)
         return any(sharded.grad is grad for sharded, grad in made)
