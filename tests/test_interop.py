@@ -338,17 +338,23 @@ def test_parallelize_makes_torchs_ddp_refuse_ranks_that_hold_shards(ctx):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("compiled", ["inside", "outside"])
+@pytest.mark.parametrize("compiled", ["inside", "outside", "before"])
 def test_parallelize_under_torchs_ddp_is_refused_where_it_is_compiled_too(ctx, compiled):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model = parallelize(model, {"0": "column", "1": "row"}, ctx).to(ctx.device)
-    if compiled == "inside":
+    batch = torch.ones(2, 4, device=ctx.device)
+    torch._dynamo.reset()
+    if compiled == "before":
+        model = torch.compile(model, backend="eager")
+        model(batch)
+        model = DistributedDataParallel(model)
+    elif compiled == "inside":
         model = DistributedDataParallel(torch.compile(model, backend="eager"))
     else:
         model = torch.compile(DistributedDataParallel(model), backend="eager")
     with pytest.raises(ValueError, match=r"is split over ranks \[0, 1\], .* DistributedDataParallel .* same"):
-        model(torch.ones(2, 4, device=ctx.device))
+        model(batch)
 
 
 # torch's own ways, over the styles

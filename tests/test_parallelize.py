@@ -381,10 +381,20 @@ def test_parallelize_tells_whoever_forgets_to_sum_gradients(ctx):
     empty = parallelize(heads().to("meta"), split, ctx).to_empty(device=ctx.device)
     empty.load_state_dict(forgetful().state_dict())
     assert FORGOTTEN.match(told(ctx, empty, backward))
+    torch._dynamo.reset()
+    empty = parallelize(heads().to("meta"), split, ctx).to_empty(device=ctx.device)
+    empty.load_state_dict(forgetful().state_dict())
+    assert FORGOTTEN.match(told(ctx, torch.compile(empty, backend="aot_eager", fullgraph=True), backward))
     frozen = forgetful()
     for name in split:
         frozen.get_submodule(name).requires_grad_(False)
     assert FORGOTTEN.match(told(ctx, frozen, backward))
+
+    # A stage of a pipeline calls the layers that it has, and not the model.
+    for at in (heads(), heads().to("meta")):
+        stage = parallelize(nn.Sequential(at), {f"0.{name}": style for name, style in split.items()}, ctx)
+        stage.to_empty(device=ctx.device).load_state_dict(nn.Sequential(forgetful()).state_dict())
+        assert re.match("parallelize: the gradients of 0.q_norm.weight differ", told(ctx, stage[0], backward))
 
     # Later, where the first backward doesn't show it: it is of a part of the model, is zero, or overflows.
     late = forgetful()

@@ -213,7 +213,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
-        if len({*self._ranks}.intersection(_ranks_of_ddp())) > 1:
+        inside = DistributedDataParallel._active_ddp_module is not None  # by which torch.compile tells traces apart
+        if inside and len({*self._ranks}.intersection(_ranks_of_ddp())) > 1:
             raise ValueError(
                 f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
                 f"for replicas, and it has given all of them the same part; pass it process_group= of the ranks that "
@@ -236,9 +237,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
 
 @constant_in_traces
 def _ranks_of_ddp() -> tuple[int, ...]:
-    """The ranks of torch's DistributedDataParallel whose forward runs or is traced; none if there is none."""
-    ddp = DistributedDataParallel._active_ddp_module
-    return () if ddp is None else tuple(dist.get_process_group_ranks(ddp.process_group))
+    """The ranks of torch's DistributedDataParallel whose forward runs or is traced."""
+    return tuple(dist.get_process_group_ranks(DistributedDataParallel._active_ddp_module.process_group))
 
 
 class ColumnParallelLinear(ParallelLinear):

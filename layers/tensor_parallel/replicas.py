@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tkernels.comm import MismatchError, find_context
+from tkernels.comm.context import constant_in_traces
 from tkernels.comm.group import listed
 from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.tensor_parallel.dtensors import local
@@ -142,9 +143,12 @@ class ReplicaCheck:
     def __init__(self, context: str, split: frozenset[str], summed: frozenset[str]):
         self._context, self._split, self._summed = context, split, summed
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
+        self._known = set()  # names of those that take gradients, as far as they have been looked at
         self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
         self._gradients, self._uses = {}, {}  # summaries of what has arrived, by parameter
         self._frozen = None  # since the first forward, where the parameters are that have always been: module and name
+        self._watch_in_trace = None  # of a model from the meta device: torch.compile calls it, and leaves it out
+        self._called = set()  # paths of the parts that have been called, of those that were on the meta device
         self._task, self._due = None, False
 
     def __reduce__(self):
@@ -165,29 +169,44 @@ class ReplicaCheck:
         )
         for path, hooks in summing:
             hooks.watched_by(check, path)
-        check._watch(model)
+        check._watch(_places(model))
         model.register_forward_pre_hook(check._before, prepend=True)  # it looks for parameters
+        if any(parameter.is_meta for parameter in model.parameters()):
+            check._watch_in_trace = constant_in_traces(lambda: check._watch(_places(model)))
+        for path, module in model.named_modules():
+            if path and any(each.is_meta for each in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(functools.partial(check._before_part, path), prepend=True)
 
     def _before(self, model, _):
         """Watch the parameters of the first forward, which may have been on the meta device, frozen or copied.
 
         And all of them again once others are unfrozen.
         """
+        if torch.compiler.is_compiling() and self._watch_in_trace is not None:
+            self._watch_in_trace()
         if _traced() or not torch.is_grad_enabled():
             return
         first = self._frozen is None
         before = list(_places(model).values()) if first else self._frozen
         self._frozen = [(module, name) for module, name in before if not _trained(getattr(module, name, None))]
         if first or len(self._frozen) < len(before):
-            self._watch(model)
+            self._known = set()
+            self._watch(_places(model))
 
-    def _watch(self, model: nn.Module):
-        self._counts = {}
-        places = _places(model)
-        trained = {name: each for name, each in model.named_parameters() if _trained(each) and not each.is_meta}
-        if find_context(self._context).size == 1 or trained.keys() <= self._split:
+    def _before_part(self, path: str, module, _):
+        """Watch what was on the meta device in a model whose own forward doesn't run, as that of a pipeline's stage."""
+        if self._frozen is None and path not in self._called and torch.is_grad_enabled() and not _traced():
+            self._called.add(path)
+            self._watch({f"{path}.{name}": (module, name) for name, _ in module.named_parameters(recurse=False)})
+
+    def _watch(self, places: dict[str, tuple[nn.Module, str]]):
+        """Watch these parameters beside those that are watched. places: see `_places`."""
+        found = {name: getattr(module, attribute) for name, (module, attribute) in places.items()}
+        trained = {name: each for name, each in found.items() if _trained(each) and not each.is_meta}
+        self._known |= trained.keys()
+        self._triggers, self._counts = self._known & self._split or self._known, {}
+        if find_context(self._context).size == 1:
             return
-        self._triggers = trained.keys() & self._split or trained.keys()
         for name, parameter in trained.items():
             handle = self._handles.get(name)
             if handle is None or handle.id not in (parameter._backward_hooks or ()):
@@ -234,7 +253,7 @@ class ReplicaCheck:
     @torch.no_grad()
     def _compare(self):
         """Collective, if a comparison is due. Raises MismatchError, the same on every rank."""
-        if not self._due or self._handles.keys() <= self._split:
+        if not self._due or self._done():
             return
         mine = [{name: each.tolist() for name, each in found.items()} for found in (self._gradients, self._uses)]
         self._gradients, self._uses, self._due = {}, {}, False
@@ -269,9 +288,15 @@ class ReplicaCheck:
             )
         for name in gradients.keys() & self._handles.keys():
             self._handles.pop(name).remove()
-        if self._handles.keys() <= self._split:
+        self._done()
+
+    def _done(self) -> bool:
+        """Whether all that is watched has been compared. Nothing is watched then, until a part comes that is new."""
+        if done := self._handles.keys() <= self._split:
+            self._known = set()
             while self._handles:
                 self._handles.popitem()[1].remove()
+        return done
 
 
 def _calls(module: nn.Module) -> bool:
