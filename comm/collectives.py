@@ -762,10 +762,20 @@ def barrier(ctx: Context, where: str | None = None):
         ctx.call(Barrier(where))
 
 
+def announce(ctx: Context, where: str):
+    """Collective, on the current stream. Tells a rank that makes another call on it than `where`, and waits for none.
+
+    A `barrier` on another stream must follow. (Only one call of a process can wait on its device at a time.)
+    """
+    if ctx.size > 1:
+        ctx.call(Barrier(where, waits=False))
+
+
 class Barrier(NamedTuple):
-    """A call of `barrier`."""
+    """A call of `barrier` or `announce`."""
 
     where: str | None = None
+    waits: bool = True
 
     operation = "barrier"
 
@@ -774,7 +784,8 @@ class Barrier(NamedTuple):
 
     def prepare(self, ctx: Context):
         workspace = ctx.workspace().reserve(num_chunks=1)
-        return ctx.bind_call(barrier_kernel, 1, workspace, OP_BARRIER, num_warps=1)
+        kernel = barrier_kernel if self.waits else announce_kernel
+        return ctx.bind_call(kernel, 1, workspace, OP_BARRIER, num_warps=1)
 
 
 def _bind_all(ctx: Context, pieces: list, bind) -> list:

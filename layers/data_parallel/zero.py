@@ -21,7 +21,7 @@ from torch import nn
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
 from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type
-from tkernels.comm.collectives import barrier
+from tkernels.comm.collectives import announce, barrier
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
@@ -344,9 +344,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._wires[self.ctx].ctx is not None:
             if not changed:
                 return
-            for stream in dict.fromkeys((self.comm_stream or current, current)):  # in one order on all ranks
-                with self._engine.dev.stream(stream):
-                    barrier(self.ctx, f"ZeroOptimizer.step of parameters that changed elsewhere: {REFRESH}")
+            where = f"ZeroOptimizer.step of parameters that changed elsewhere: {REFRESH}"
+            if self.comm_stream not in (None, current):
+                with self._engine.dev.stream(self.comm_stream):
+                    announce(self.ctx, where)
+            barrier(self.ctx, where)
             self.ctx.check()
         with self.ctx.group.checking():
             if changed:
