@@ -598,6 +598,8 @@ def test_column_parallel_linear_and_its_kin_refuse_wrong_arguments_by_name(ctx):
         (TypeError, "ColumnParallelLinear: dtype=torch.int64 has no gradient", {"dtype": torch.int64}),
         (ValueError, "ColumnParallelLinear: device='nowhere' is none that parameters", {"device": "nowhere"}),
         (TypeError, "ColumnParallelLinear: init_method=3 must be a function", {"init_method": 3}),
+        (TypeError, "ColumnParallelLinear: sequence_parallel='no' must be True or", {"sequence_parallel": "no"}),
+        (TypeError, "ColumnParallelLinear: bias=3 must be True or False", {"bias": 3}),
     ):
         with pytest.raises(error, match=rf"{message}(?s:.*) \(on rank 1\)"):
             ColumnParallelLinear(**{"in_features": 4, "out_features": 4} | (wrong if ctx.rank else {}), mesh=ctx)

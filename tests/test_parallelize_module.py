@@ -799,6 +799,9 @@ def test_parallelize_module_passes_weights_of_one_rank_on(ctx):
         parallelize_module(linear.to(ctx.device), tp_mesh(ctx), ColwiseParallel(), src_data_rank=source)
         value = 1.0 + (ctx.rank if source is None else source)
         assert (linear.weight.to_local() == value).all() and linear.weight.no_decay
+    for error, source, said in ((ValueError, 2, "2 must be at most 1"), (TypeError, "all", "'all' must be a whole")):
+        with pytest.raises(error, match=f"src_data_rank={said}"):
+            parallelize_module(nn.Linear(4, 4), tp_mesh(ctx), ColwiseParallel(), src_data_rank=source)
 
 
 @pytest.mark.ranks(4, timeout_s=300)

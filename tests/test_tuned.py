@@ -97,6 +97,12 @@ def test_clear_removes_the_records_and_nothing_else(cache):
     (cache.parent / "notes.txt").write_text("mine")
     assert tuned.clear() == 2 and tuned.clear() == 0
     assert [path.name for path in cache.parent.iterdir()] == ["notes.txt"]
+    for foreign in ("another program's", "another program's\n", None):
+        cache.unlink(missing_ok=True)
+        cache.mkdir() if foreign is None else cache.write_text(foreign)
+        with pytest.raises(OSError, match="tuned.jsonl is not removed, since it holds no records"):
+            tuned.clear()
+        assert cache.exists()
 
 
 def test_save_leaves_whole_records_to_jobs_that_write_at_once(cache):

@@ -82,8 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.export:
         return _export(console, arguments.export)
     if arguments.clear:
-        console.print(tuned.printable(f"{tuned.clear()} records removed: {tuned.path()}"), markup=False)
-        return 0
+        try:
+            said, code = f"{tuned.clear()} records removed: {tuned.path()}", 0
+        except OSError as error:
+            said, code = f"tkernels tune --clear: {error}", 1
+        console.print(tuned.printable(said), markup=False)
+        return code
     return _tune(console, arguments)
 
 

@@ -136,10 +136,12 @@ def _holds(record: dict, places: list[dict]) -> bool:
 
 
 def clear() -> int:
-    """Delete the user's records. Returns their number."""
-    number = len(saved()[0])
-    path().unlink(missing_ok=True)
-    return number
+    """Delete the file of the user's records. Returns their number. Raises OSError for anything else in its place."""
+    (records, _), file = saved(), path()
+    if not records and file.exists() and (not file.is_file() or file.stat().st_size):
+        raise OSError(f"{file} is not removed, since it holds no records; delete it yourself")
+    file.unlink(missing_ok=True)
+    return len(records)
 
 
 def printable(text) -> str:

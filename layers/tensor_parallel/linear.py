@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
-from tkernels.comm.arguments import check_dense, check_torch_dtype, check_type, whole
+from tkernels.comm.arguments import check_dense, check_flags, check_torch_dtype, check_type, whole
 from tkernels.comm.context import constant_in_traces
 from tkernels.comm.group import checksum
 from tkernels.layers.marks import MarkedModule
@@ -67,6 +67,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     """Base class of both layers: their parameters, how these are split, and what inputs they take."""
 
     partition_dim: int  # dimension of the weight that is split
+    _flags: tuple[str, ...]  # options that are True or False
 
     def _build(self, in_features, out_features, bias, dtype, device, mesh, init_method):
         ctx = as_context(mesh, f"{type(self).__name__}: mesh")
@@ -74,6 +75,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
         device = ctx.device if device is None else device
         with checking(ctx, device):
+            flags = {"bias": bias} | {name: getattr(self, name) for name in self._flags}
+            check_flags(type(self).__name__, **flags)
             self._check_options(ctx.size, in_features, out_features, dtype, device, init_method)
         self._init_method = init_method
         self._take(self._draw(bias, device, dtype))
@@ -266,6 +269,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     partition_dim = 0
     _options = ("sequence_parallel", "gather_output", "float8")
+    _flags = ("sequence_parallel", "gather_output", "return_bias", "keep_gathered")
 
     def __init__(
         self,
@@ -343,6 +347,7 @@ class RowParallelLinear(ParallelLinear):
     partition_dim = 1
     partition_stride = 1
     _options = ("sequence_parallel", "input_is_parallel", "float8")
+    _flags = ("sequence_parallel", "input_is_parallel", "return_bias")
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tkernels.comm import Context, MeshLike
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.group import listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck
@@ -82,6 +82,8 @@ def apply(
                 f"parallelize_module: the mesh is on {mesh.device_type}, but kernels run on {ctx.device.type}; make it "
                 f"with init_device_mesh({ctx.device.type!r}, ...)"
             )
+        if src_data_rank is not None:
+            src_data_rank = whole("parallelize_module: src_data_rank", src_data_rank, most=ctx.size - 1)
         given = _complete(resolve())
         if replicate_rest:
             taken = {id(target) for _, target, each in given if not isinstance(each, PREPARE)}
