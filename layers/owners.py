@@ -1,11 +1,17 @@
 """Owners of parameters: the objects whose hooks a parameter has, or whose memory it uses.
 
-A parameter may outlive its owners, and keeps none of them alive.
+A parameter may outlive its owners, and keeps none of them alive. Nor is a parameter kept that another one replaces, but
+an optimizer that still has it is told.
 """
 
 import weakref
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
+_replaced = WeakIdKeyDictionary()  # parameter that is no model's any more: what has put another in its place
 
 
 class _References(list):
@@ -37,6 +43,24 @@ def owner_of(parameter, kind: type | tuple[type, ...] = object):
 def attributes(parameter) -> dict:
     """The attributes set on a parameter, for one that replaces it: all except its owners."""
     return {name: value for name, value in vars(parameter).items() if name != _OWNERS}
+
+
+def replace(parameter, successor, by: str):
+    """Let `successor` have what was set on a parameter, in whose place `by` puts it."""
+    vars(successor).update(attributes(parameter))
+    _replaced[parameter] = by
+
+
+@register_optimizer_step_pre_hook
+def _check_step(optimizer, *_):
+    """Raises ValueError for an optimizer that would train what no model has."""
+    if not torch.compiler.is_compiling() and _replaced:  # as a rule all of them are gone
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if stale := [parameter for parameter in parameters if parameter in _replaced]:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are no model's any "
+                f"more, as {_replaced[stale[0]]} has put others in their place; make the optimizer afterwards"
+            )
 
 
 def own(parameters, owner):

@@ -1356,3 +1356,68 @@ def test_fully_shard_of_model_after_model_takes_one_workspace(ctx):
         ddp.remove()
     assert all(stream is streams[0] for stream in streams)
     assert held[1:] == held[:-1]
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_tells_an_optimizer_that_was_made_before_it(ctx):
+    model = nn.Linear(4, 4).to(ctx.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=mesh_of(ctx))
+    model(torch.ones(4, device=ctx.device)).sum().backward()
+    with pytest.raises(ValueError, match="SGD.step: 2 of its 2 parameters .* as fully_shard has put others in their"):
+        optimizer.step()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Stacked(nn.Module):
+    """Ten blocks: more than dynamo recompiles a frame for."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(10)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.parametrize("strategy,compiled", [("parameters", "units"), ("optimizer", "wrapper"), ("replicate", "top")])
+def test_fully_shard_is_compiled_without_warnings_or_recompiled_frames(ctx, strategy, compiled):
+    def trained(compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        sharded = FullyShard(Stacked().to(ctx.device), Block, mesh=ctx, strategy=strategy)
+        model, graphs = sharded.module, []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        call = torch.compile(sharded, backend=backend) if compiled == "wrapper" else sharded
+        for module in {"units": model.blocks, "top": [model]}.get(compiled, ()):
+            module.compile(backend=backend)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+            warnings.simplefilter("error", UserWarning)
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+            for step in range(3):
+                optimizer.zero_grad()
+                x = normal((4, 8), torch.float32, 10 * step + ctx.rank).to(ctx.device).requires_grad_()
+                call(x).square().mean().backward()
+                optimizer.step()
+        return [each.full_tensor() for each in sharded.parameters()], len(graphs)
+
+    want, none = trained(None)
+    got, graphs = trained(compiled)
+    assert none == 0 and graphs == 1 and all(map(torch.equal, got, want)), graphs  # that of a block
+    torch._dynamo.reset()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -691,6 +692,9 @@ def test_load_full_state_dict_and_wrappers_refuse_what_is_no_module_and_no_tenso
             call(None)
     with pytest.raises(TypeError, match="P2PCommunicator: dtype='x' must be a torch.dtype"):
         layers.P2PCommunicator(ctx, dtype="x")
+    elsewhere = torch.cpu if ctx.device.type == "cuda" else torch.cuda
+    with pytest.raises(TypeError, match=f"P2PCommunicator: dev={elsewhere.__name__} must be torch.{ctx.device.type}"):
+        layers.P2PCommunicator(ctx, dev=elsewhere)
     with pytest.raises(TypeError, match="P2PCommunicator: backend=3 is unknown; use 'tkernels' or 'torch'"):
         layers.P2PCommunicator(ctx, backend=3)
 
@@ -871,6 +875,11 @@ def test_sharded_state_dict_loads_on_any_number_of_ranks(ctx, tmp_path, activati
     checkpoint.load(layers.sharded_state_dict(again), checkpoint_id=tmp_path / "one")
     full["fc2.bias"] += 1
     assert_same_state(layers.gather_state_dict(again), full)
+    if ctx.device.type == "cpu":  # which async_save wants gloo for
+        options = {"checkpoint_id": tmp_path / "later", "async_stager": BlockingAsyncStager()}
+        checkpoint.async_save(layers.sharded_state_dict(again), **options).result()
+        checkpoint.load(layers.sharded_state_dict(first), checkpoint_id=tmp_path / "later")
+        assert_same_state(layers.gather_state_dict(first), full)
 
 
 # torch.compile

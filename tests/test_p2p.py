@@ -461,6 +461,14 @@ def test_p2p_communicator_wrong_arguments_are_refused_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    for wrong, message in (
+        ({"dev": "cuda"}, "dev='cuda' must be torch.cuda, or another that has its streams"),
+        ({"dev": torch.device("cpu")}, r"dev=device\(type='cpu'\) must be torch.cuda"),
+        ({"dev": sim, "stream": "main"}, "stream='main' must be a SimulatedStream, or None"),
+        ({"dev": sim, "variable_seq_lengths": "no"}, "variable_seq_lengths='no' must be True or False"),
+    ):
+        with pytest.raises(TypeError, match=f"P2PCommunicator: {message}"):
+            P2PCommunicator(Ranks(0, 4), backend=Wire(sim), **wrong)
     for wrong in ({"producers": 3}, {"producers": ["main"]}, {"home": "main"}):
         with pytest.raises(TypeError, match="isend: .* must be a .*tream"):
             comm.isend(torch.ones(1), 1, **wrong)

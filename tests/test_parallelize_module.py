@@ -790,6 +790,18 @@ def test_replicated_lets_a_module_find_plain_tensors_and_sums_gradients_where_as
 
 
 @pytest.mark.ranks(2)
+def test_parallelize_module_tells_an_optimizer_that_was_made_before_it(ctx):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(ctx.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, device=ctx.device)).sum().backward()
+    parallelize_module(model, tp_mesh(ctx), {"0": ColwiseParallel(output_layouts=Replicate())})
+    with pytest.raises(ValueError, match="SGD.step: 2 of its 4 parameters are no .* as parallelize has put others"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
 def test_parallelize_module_passes_weights_of_one_rank_on(ctx):
     """src_data_rank: ranks have different weights, and rank 0's or 1's are taken; or each its own part."""
     for source in (0, 1, None):

@@ -91,18 +91,25 @@ def test_known_reports_and_ignores_a_line_that_holds_no_record(cache, content, r
         assert times(tuned.known(2, "simulated")) == [1.0, 2.0]
 
 
-def test_clear_removes_the_records_and_nothing_else(cache):
+def test_clear_removes_the_records_and_nothing_else(cache, monkeypatch):
     tuned.save(record())
     tuned.save(record(M=128))
     (cache.parent / "notes.txt").write_text("mine")
     assert tuned.clear() == 2 and tuned.clear() == 0
     assert [path.name for path in cache.parent.iterdir()] == ["notes.txt"]
-    for foreign in ("another program's", "another program's\n", None):
+    for foreign, found in (
+        ("another program's", "its only line has no end"),
+        ("another program's\n", "it is no JSON"),
+        (None, "it is no file"),
+    ):
         cache.unlink(missing_ok=True)
         cache.mkdir() if foreign is None else cache.write_text(foreign)
-        with pytest.raises(OSError, match="tuned.jsonl is not removed, since it holds no records"):
+        with pytest.raises(OSError, match=f"tuned.jsonl is not removed, since it holds no records: {found}"):
             tuned.clear()
         assert cache.exists()
+    monkeypatch.setenv("TKERNELS_CACHE", str(cache.parent / "notes.txt"))
+    with pytest.raises(OSError, match="notes.txt/tuned.jsonl is not removed, .*: Not a directory; delete it"):
+        tuned.clear()
 
 
 def test_save_leaves_whole_records_to_jobs_that_write_at_once(cache):

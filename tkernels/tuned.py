@@ -137,9 +137,10 @@ def _holds(record: dict, places: list[dict]) -> bool:
 
 def clear() -> int:
     """Delete the file of the user's records. Returns their number. Raises OSError for anything else in its place."""
-    (records, _), file = saved(), path()
-    if not records and file.exists() and (not file.is_file() or file.stat().st_size):
-        raise OSError(f"{file} is not removed, since it holds no records; delete it yourself")
+    (records, damaged), file = saved(), path()
+    if not records and (damaged or file.exists() and file.stat().st_size):
+        found = next(iter(damaged.values()), "its only line has no end")
+        raise OSError(f"{file} is not removed, since it holds no records: {found}; delete it yourself")
     file.unlink(missing_ok=True)
     return len(records)
 

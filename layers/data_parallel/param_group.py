@@ -30,7 +30,7 @@ from tkernels.comm import Context
 from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
 from tkernels.layers.data_parallel.wire import mean
-from tkernels.layers.owners import attributes, weakly
+from tkernels.layers.owners import attributes, replace, weakly
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Parameter:
         target = device if rows.device.type != "meta" else rows.device
         part = torch.empty(rows.shape, dtype=rows.dtype, device=target).copy_(rows)
         sharded = nn.Parameter(DTensor(part, spec, requires_grad=False), requires_grad=parameter.requires_grad)
-        vars(sharded).update(marks)
+        replace(parameter, sharded, "fully_shard")
         hooks = list((parameter._backward_hooks or {}).values())
         made = cls(name, places, sharded, local.shape, tensor_parallel, _marks=marks, _hooks=hooks)
         made.register(sharded)

@@ -122,8 +122,9 @@ def sharded_state_dict(model: nn.Module) -> dict:
 
     What Megatron's marks alone say is split is returned as ShardedTensors, which may be uneven and have several pieces
     per rank; the rest is returned as it is, DTensors too. A checkpoint of the same model with nn.Linear, or without
-    FullyShard, loads too, and the other way round. Raises ValueError for parallel layers whose parts are plain tensors
-    inside `fully_shard`, if both have several ranks.
+    FullyShard, loads too, and the other way round. checkpoint.async_save needs async_stager=BlockingAsyncStager(), of
+    torch.distributed.checkpoint.staging: torch's default stager refuses ShardedTensors. Raises ValueError for parallel
+    layers whose parts are plain tensors inside `fully_shard`, if both have several ranks.
     """
     partitioned, full_key = _partitioned(model), _full_key(model)
     return {

@@ -345,8 +345,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not changed:
                 return
             where = f"ZeroOptimizer.step of parameters that changed elsewhere: {REFRESH}"
-            if self.comm_stream not in (None, current):
-                with self._engine.dev.stream(self.comm_stream):
+            mine = self.ctx.current_stream()
+            with self._engine.dev.stream(self.comm_stream or current):
+                if self.ctx.current_stream() != mine:  # simulated, there is one
                     announce(self.ctx, where)
             barrier(self.ctx, where)
             self.ctx.check()

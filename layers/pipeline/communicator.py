@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import numbers
 import os
+import reprlib
 import warnings
 import weakref
 from collections import Counter, deque
@@ -29,7 +30,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tkernels.comm import runtime
-from tkernels.comm.arguments import check_dense, check_resolved, check_torch_dtype, check_type, whole
+from tkernels.comm.arguments import check_dense, check_flags, check_resolved, check_torch_dtype, check_type, whole
 from tkernels.comm.calls import DTYPES
 from tkernels.comm.context import MeshLike, as_context, group_of
 from tkernels.comm.contexts import open_contexts
@@ -178,15 +179,17 @@ class P2PCommunicator:
                     f"object that has send and receive"
                 )
             whole("P2PCommunicator: max_inflight", max_inflight, 1)
+            check_flags("P2PCommunicator", variable_seq_lengths=variable_seq_lengths)
             if dtype is not None:
                 check_torch_dtype("P2PCommunicator: dtype", dtype)
+            self.device = torch.device("cpu") if own else runtime.device()
+            self.dev = torch.get_device_module(self.device) if dev is None else dev
+            _check_streams(self.dev, stream, None if own else self.device)
             self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
             if backend == "tkernels" and self.size > 1:
                 _check_queues()
         self._agreed = None if own else set()
         self.agree("P2PCommunicator", backend=backend, dtype=self.dtype, variable_seq_lengths=self.variable_seq_lengths)
-        self.device = torch.device("cpu") if own else runtime.device()
-        self.dev = torch.get_device_module(self.device) if dev is None else dev
         if self.size == 1:
             self._transport = None
         elif backend == "tkernels":
@@ -515,6 +518,17 @@ def _check_queues():
             f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}: with fewer than 8 queues, a "
             f"kernel that waits for a peer can hold up those that the peer waits for; unset it"
         )
+
+
+def _check_streams(dev, stream, device: torch.device | None):
+    """Raise TypeError for what has no streams, for torch's module of another device, and for no stream of `dev`."""
+    name, wanted = getattr(dev, "__name__", reprlib.repr(dev)), f"torch.{device.type}" if device else "torch.cuda"
+    streams = all(callable(getattr(dev, each, None)) for each in ("Stream", "current_stream", "stream"))
+    if not streams or device and name in ("torch.cpu", "torch.cuda") and name != wanted:
+        raise TypeError(f"P2PCommunicator: dev={name} must be {wanted}, or another that has its streams; leave it out")
+    if stream is not None:
+        kind = type(dev.current_stream())
+        check_type("P2PCommunicator: stream", stream, kind, f"a {kind.__name__}, or None for one per edge")
 
 
 def _of_tensors(config, dtype, variable_seq_lengths: bool, size: int) -> tuple[torch.dtype, bool]:

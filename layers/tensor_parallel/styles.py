@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, style
 
 from tkernels.comm import as_context
 from tkernels.comm.arguments import check_dense, check_type
-from tkernels.layers.owners import attributes, check_free
+from tkernels.layers.owners import check_free, replace
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.functions import gather_equal_parts
@@ -174,7 +174,7 @@ class Style(ParallelStyle):
                 placements = [self.placement(module, name)]
                 value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(value, parameter.requires_grad))
-                vars(module._parameters[name]).update(attributes(parameter))
+                replace(parameter, module._parameters[name], "parallelize")
 
     def by_torch(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """torch's style, without overlap."""
