@@ -11,7 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
-_replaced = WeakIdKeyDictionary()  # parameter that is no model's any more: what has put another in its place
+# Parameter: what has put another in its place, and that one's id. (A weak reference to it would keep Module.to from
+# swapping a DTensor.)
+_replaced = WeakIdKeyDictionary()
 
 
 class _References(list):
@@ -48,19 +50,25 @@ def attributes(parameter) -> dict:
 def replace(parameter, successor, by: str):
     """Let `successor` have what was set on a parameter, in whose place `by` puts it."""
     vars(successor).update(attributes(parameter))
-    _replaced[parameter] = by
+    _replaced[parameter] = by, id(successor)
 
 
 @register_optimizer_step_pre_hook
 def _check_step(optimizer, *_):
-    """Raises ValueError for an optimizer that would train what no model has."""
-    if not torch.compiler.is_compiling() and _replaced:  # as a rule all of them are gone
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if stale := [parameter for parameter in parameters if parameter in _replaced]:
-            raise ValueError(
-                f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are no model's any "
-                f"more, as {_replaced[stale[0]]} has put others in their place; make the optimizer afterwards"
-            )
+    """Raises ValueError for an optimizer that would train what no model has.
+
+    It has replaced parameters and none of those in their places. (One with both is of a model of which a part was taken
+    that shared a parameter with the rest, where it stays.)
+    """
+    if torch.compiler.is_compiling() or not _replaced:  # as a rule all of them are gone
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stale = [parameter for parameter in parameters if parameter in _replaced]
+    if stale and not {_replaced[each][1] for each in stale} & {*map(id, parameters)}:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are no model's any "
+            f"more, as {_replaced[stale[0]][0]} has put others in their place; make the optimizer afterwards"
+        )
 
 
 def own(parameters, owner):

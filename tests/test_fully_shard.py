@@ -1367,6 +1367,14 @@ def test_fully_shard_tells_an_optimizer_that_was_made_before_it(ctx):
     with pytest.raises(ValueError, match="SGD.step: 2 of its 2 parameters .* as fully_shard has put others in their"):
         optimizer.step()
 
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    kept = model[0].weight = model[1].weight  # where a part is sharded without the other
+    fully_shard(model[1], mesh=mesh_of(ctx))
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), kept.detach().clone()
+    model(torch.ones(4, device=ctx.device)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(kept, before)
+
 
 class Block(nn.Module):
     def __init__(self):

@@ -453,6 +453,9 @@ def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsy
     assert "tuned.jsonl:2 is ignored" in "".join(command("--list", capsys).split("\n"))
     assert command("--clear", capsys).startswith("1 records removed")
     assert command("--export -", capsys) == ""
+    tuned.path().write_text("mine")
+    assert cli.main(["tune", "--clear"]) == 1 and tuned.path().read_text() == "mine"
+    assert "is not removed, since it holds no records" in " ".join(capsys.readouterr().out.split())
 
 
 def test_tune_list_shows_the_oddest_records_and_no_escape_sequence(tmp_path, monkeypatch, capsys):

@@ -347,7 +347,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             where = f"ZeroOptimizer.step of parameters that changed elsewhere: {REFRESH}"
             mine = self.ctx.current_stream()
             with self._engine.dev.stream(self.comm_stream or current):
-                if self.ctx.current_stream() != mine:  # simulated, there is one
+                if self.ctx.current_stream() != mine:  # as it is simulated, where this would take the barrier's epoch
                     announce(self.ctx, where)
             barrier(self.ctx, where)
             self.ctx.check()
