@@ -485,23 +485,38 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
 def test_launch_of_ranks_that_share_gpus_has_torchs_collectives_through_the_host(ctx, monkeypatch):
     """Of tensors on any device: where there are no GPUs, of the host's, taken for those of another."""
     monkeypatch.setattr(shared_gpus, "HOST", "elsewhere")
+    copied, on_host = [], shared_gpus._on_host
+    monkeypatch.setattr(shared_gpus, "_on_host", lambda value, copies: copied.append(value) or on_host(value, copies))
     shared_gpus.register()
     group = dist.new_group([0, 1], backend=shared_gpus.BACKEND)
+
+    def staged(collective, *arguments):
+        copied.clear()
+        work = collective(*arguments, group=group)
+        assert copied, f"{collective.__name__} has not gone through the host"
+        return work
+
     x = torch.arange(4.0, device=ctx.device) + ctx.rank
     total, halves, both = x.clone(), x[:2].clone(), [torch.empty_like(x) for _ in range(2)]
-    dist.all_reduce(total, group=group)
-    dist.reduce_scatter_tensor(halves, x, group=group)
-    dist.all_gather(both, x, group=group)
+    staged(dist.all_reduce, total)
+    staged(dist.reduce_scatter_tensor, halves, x)
+    staged(dist.all_gather, both, x)
     assert total.tolist() == [1, 3, 5, 7] and halves.tolist() == total.tolist()[2 * ctx.rank :][:2]
     assert [each.tolist() for each in both] == [[0, 1, 2, 3], [1, 2, 3, 4]]
-    dist.all_to_all_single(both[0], x, group=group)
+    in_place = x.clone()
+    own = in_place[2 * ctx.rank :][:2]
+    staged(dist.reduce_scatter_tensor, own, in_place)
+    assert own.tolist() == halves.tolist()
+    staged(dist.all_gather_into_tensor, in_place, own)
+    assert in_place.tolist() == total.tolist()
+    staged(dist.all_to_all_single, both[0], x)
     assert both[0].tolist() == ([0, 1, 1, 2], [2, 3, 3, 4])[ctx.rank]
-    dist.broadcast(x, 1, group=group)
+    staged(dist.broadcast, x, 1)
     assert x.tolist() == [1, 2, 3, 4]
     if ctx.rank == 0:
-        dist.send(total, 1, group=group)
+        staged(dist.send, total, 1)
     else:
-        waits = dist.irecv(x, 0, group=group)
+        waits = staged(dist.irecv, x, 0)
         waits.wait()
         assert x.tolist() == total.tolist()
     mesh = DeviceMesh.from_group(group, ctx.device.type)

@@ -12,7 +12,8 @@ HOST = "cpu"  # the type of devices whose tensors gloo takes as they are
 COLLECTIVES = (
     "allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
     "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "reduce", "reduce_scatter",
-    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter",
+    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter", "all_gather_single",
+    "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
 SENDS = "send", "recv", "recv_anysource"  # of which a program may begin several before it waits for one
 
@@ -37,23 +38,18 @@ class StagedGroup(dist.ProcessGroup):
 
 
 def _through_the_host(name: str):
-    """The method of that name. A collective's is done when it returns: what C++ keeps can't be a Work of Python."""
+    """The method of that name. A collective's is done when it returns: what C++ keeps can't be a Work of Python.
 
-    def collective(self, *arguments, **options):
-        copies = []
+    The tensors that it writes come first, and may be parts of those that it reads, which therefore aren't copied back.
+    """
 
-        def on_host(value):
-            if isinstance(value, (list, tuple)):
-                return [on_host(each) for each in value]
-            if not isinstance(value, torch.Tensor) or value.device.type == HOST:
-                return value
-            copies.append((value, value.to("cpu", copy=True)))
-            return copies[-1][1]
-
-        work = getattr(self._on_host, name)(*map(on_host, arguments), **options)
-        if not copies:
+    def collective(self, first, *others, **options):
+        written, read = [], []
+        arguments = _on_host(first, written), *_on_host(others, read)
+        work = getattr(self._on_host, name)(*arguments, **options)
+        if not written and not read:
             return work
-        arrival = _Arrival(work, copies if name != "send" else [])
+        arrival = _Arrival(work, written if name != "send" else [])
         if name in SENDS:
             return arrival
         arrival.wait()
@@ -62,7 +58,17 @@ def _through_the_host(name: str):
     return collective
 
 
-for _name in COLLECTIVES + SENDS:
+def _on_host(value, copies: list):
+    """The value with copies on the host of its tensors, each of which is added to `copies` behind the original."""
+    if isinstance(value, (list, tuple)):
+        return [_on_host(each, copies) for each in value]
+    if not isinstance(value, torch.Tensor) or value.device.type == HOST:
+        return value
+    copies.append((value, value.to("cpu", copy=True)))
+    return copies[-1][1]
+
+
+for _name in filter(dist.ProcessGroup.__dict__.__contains__, COLLECTIVES + SENDS):  # torch 2.13 has some anew
     setattr(StagedGroup, _name, _through_the_host(_name))
 
 
