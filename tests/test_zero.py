@@ -1260,14 +1260,12 @@ class Sequence(nn.Module):
     def __init__(self, tp=None):
         super().__init__()
         self.before, self.rare = nn.LayerNorm(8), nn.Parameter(torch.full((8,), 1.5))
-        if tp is None:
-            self.down, self.up = nn.Linear(65, 8), nn.Linear(8, 65)
-        else:
-            self.down = RowParallelLinear(65, 8, sequence_parallel=True, return_bias=True, mesh=tp)
-            self.up = ColumnParallelLinear(8, 65, sequence_parallel=True, mesh=tp)
+        self.down, self.up = nn.Linear(65, 8), nn.Linear(8, 65)
         self.after = nn.LayerNorm(8)
         if tp is None:
             return
+        self.down = RowParallelLinear.from_linear(self.down, sequence_parallel=True, return_bias=True, mesh=tp)
+        self.up = ColumnParallelLinear.from_linear(self.up, sequence_parallel=True, mesh=tp)
         self.to(tp.device)
         for parameter in (*self.before.parameters(), *self.after.parameters(), self.rare):
             parameter.sequence_parallel = True
