@@ -39,8 +39,10 @@ from transports import gpu_only, message_on_every_rank, simulated_only
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
 from tkernels.layers import (
+    ColumnParallelLinear,
     OverlappedDDP,
     ParallelMLP,
+    RowParallelLinear,
     captured,
     gather_state_dict,
     load_full_state_dict,
@@ -1266,7 +1268,8 @@ def test_fully_shard_face_is_silent_where_blocks_are_units_and_logs_its_pool(ctx
 
 
 @pytest.mark.ranks(2)
-def test_gather_state_dict_of_parallel_layers_inside_of_units(ctx, tmp_path):
+@pytest.mark.parametrize("units", [ParallelMLP, (ColumnParallelLinear, RowParallelLinear)], ids=["inside", "units"])
+def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units):
     path = ctx.group.gather(str(tmp_path))[0]
 
     def mlp(seed, over):
@@ -1275,7 +1278,7 @@ def test_gather_state_dict_of_parallel_layers_inside_of_units(ctx, tmp_path):
 
     with tkernels.init([dist.new_group([rank]) for rank in range(2)][ctx.rank], heap_bytes=8 << 20) as alone:
         want = mlp(1, alone).state_dict()
-        first, second, third = (FullyShard(mlp(seed, ctx), ParallelMLP, mesh=alone) for seed in (1, 2, 3))
+        first, second, third = (FullyShard(mlp(seed, ctx), units, mesh=alone) for seed in (1, 2, 3))
         load_full_state_dict(second, want)
         dcp.save(sharded_state_dict(first), checkpoint_id=path)
         dcp.load(sharded_state_dict(third), checkpoint_id=path)
@@ -1283,12 +1286,12 @@ def test_gather_state_dict_of_parallel_layers_inside_of_units(ctx, tmp_path):
             got = gather_state_dict(each)
             assert got.keys() == want.keys() and all(torch.equal(got[key], want[key].cpu()) for key in want)
     twice = mlp(1, ctx)
-    with pytest.raises(MismatchError, match="parts of tensors .tensor_model_parallel. of rank 0 .* in fc1"):
-        FullyShard(twice, ParallelMLP, mesh=ctx)
+    with pytest.raises(MismatchError, match="parts of tensors .tensor_model_parallel. of rank 0 .* in (fc1|weight)"):
+        FullyShard(twice, units, mesh=ctx)
     for parameter in twice.parameters():
         nn.init.ones_(parameter)
-    with pytest.raises(ValueError, match="0.fc1.weight is split by ColumnParallelLinear, and each part again by fully"):
-        sharded_state_dict(FullyShard(twice, ParallelMLP, mesh=ctx))
+    with pytest.raises(ValueError, match="0.fc1.weight is split by (FSDP)?ColumnParallelLinear, and each part again"):
+        sharded_state_dict(FullyShard(twice, units, mesh=ctx))
 
 
 # On GPUs

@@ -1,7 +1,8 @@
 """Wrong forms that the tests must catch on every run, beside the right forms, which pass under the same conditions.
 
 Each control is a mistake that works by luck when ranks run in step: a wait left out, a signal sent before its data, an
-inbox used again too early. They stay on the simulated runtime, where a wrong read is a wrong number and no more.
+inbox used again too early. Nothing is left to luck here: a rank that could come too late by a mistake waits until the
+other one has gone ahead. They stay on the simulated runtime, where a wrong read is a wrong number and no more.
 """
 
 import contextlib
@@ -29,7 +30,6 @@ from tkernels.comm.device import (
     wait_packets,
     wait_signal,
 )
-from tkernels.comm.device_simulated import delay
 from tkernels.comm.errors import WaitTimeoutError
 from tkernels.gemm import Matrix
 from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference, matmul_reduce_scatter_reference
@@ -64,14 +64,6 @@ def waits(form):
     stack = contextlib.ExitStack()
     for name in ("spin", "spin_packets") if form == "wrong" else ():
         stack.enter_context(replaced(device, name, no_wait))
-    return stack
-
-
-def jitter(ctx, seed):
-    """Every `delay` of a kernel takes its time, with its own draw on every rank."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(replaced(interpreter, "JITTER_PROBABILITY", 1.0))
-    stack.enter_context(interpreter.execution(jitter_seed=seed, rank=ctx.rank))
     return stack
 
 
@@ -236,36 +228,36 @@ def test_a_barrier_without_its_waits_is_caught(ctx):
 
 @triton.jit
 def exchange_kernel(
-    x, out, inbox, ready, epoch, num_elements, table,
+    x, out, inbox, ready, read, epoch, num_elements, table,
     RANK: tl.constexpr, L, BLOCK: tl.constexpr, SIGNAL_FIRST: tl.constexpr,
 ):  # fmt: skip
     net = Net(table, RANK)
     if SIGNAL_FIRST:
         signal(ready, epoch, 1 - RANK, net, L)
-        delay()
+        if RANK == 1:
+            wait_signal(read, epoch, 0, 0, net, L)
         put(inbox, x, num_elements, 1 - RANK, net, L, BLOCK)
     else:
         put_signal(inbox, x, num_elements, ready, epoch, 1 - RANK, net, L, BLOCK)
     wait_signal(ready, epoch, 1 - RANK, 0, net, L)
     copy(out, inbox, num_elements, BLOCK)
+    signal(read, epoch, 1 - RANK, net, L)
 
 
 def check_exchange(ctx, form):
-    inbox, ready = ctx.empty(64), ctx.empty(1, dtype=torch.int64)
-    ready.zero_()
+    inbox, (ready, read) = ctx.empty(64), ctx.empty(2, dtype=torch.int64).zero_().split(1)
     seen, wanted = [], []
-    with jitter(ctx, 1):
-        for epoch in range(1, 13):
-            poison(inbox)
-            ctx.group.barrier()
-            x, out = torch.full((64,), 10.0 * epoch + ctx.rank), torch.zeros(64)
-            ctx.launch(
-                exchange_kernel, 1, x, out, inbox, ready, epoch, 64, ctx.table,
-                RANK=ctx.rank, L=ctx.link(OP), BLOCK=64, SIGNAL_FIRST=form == "wrong",
-            )  # fmt: skip
-            seen.append(out)
-            wanted.append(torch.full((64,), 10.0 * epoch + 1 - ctx.rank))
-            ctx.group.barrier()
+    for epoch in range(1, 13):
+        poison(inbox)
+        ctx.group.barrier()
+        x, out = torch.full((64,), 10.0 * epoch + ctx.rank), torch.zeros(64)
+        ctx.launch(
+            exchange_kernel, 1, x, out, inbox, ready, read, epoch, 64, ctx.table,
+            RANK=ctx.rank, L=ctx.link(OP), BLOCK=64, SIGNAL_FIRST=form == "wrong",
+        )  # fmt: skip
+        seen.append(out)
+        wanted.append(torch.full((64,), 10.0 * epoch + 1 - ctx.rank))
+        ctx.group.barrier()
     assert torch.equal(torch.stack(seen), torch.stack(wanted))
 
 
@@ -288,9 +280,8 @@ def rounds_kernel(
         mine = inbox + epoch % INBOXES * num_elements
         put_signal(mine, x + round * num_elements, num_elements, ready, epoch, 1 - RANK, net, L, BLOCK)
         wait_signal(ready, epoch, 1 - RANK, 0, net, L)
-        if RANK == 1:  # a slow reader
-            for _ in range(8):
-                delay()
+        if RANK == 1 and round + 1 < rounds:  # a slow reader
+            wait_signal(ready, epoch + 1, 0, 0, net, L)
         copy(out + round * num_elements, mine, num_elements, BLOCK)
 
 
@@ -302,11 +293,10 @@ def check_rounds(ctx, inboxes):
     ctx.group.barrier()
     x, want = (torch.arange(rounds * num_elements).float() + 1000 * rank for rank in (ctx.rank, 1 - ctx.rank))
     out = poison(torch.empty(rounds * num_elements))
-    with jitter(ctx, 2):
-        ctx.launch(
-            rounds_kernel, 1, x, out, inbox, ready, rounds, num_elements, ctx.table,
-            RANK=ctx.rank, L=ctx.link(OP), BLOCK=16, INBOXES=inboxes,
-        )  # fmt: skip
+    ctx.launch(
+        rounds_kernel, 1, x, out, inbox, ready, rounds, num_elements, ctx.table,
+        RANK=ctx.rank, L=ctx.link(OP), BLOCK=16, INBOXES=inboxes,
+    )  # fmt: skip
     assert torch.equal(out, want)
 
 
@@ -341,7 +331,7 @@ def test_a_stale_epoch_is_caught(ctx, make):
 
 @triton.jit
 def packets_kernel(
-    x, out, packets, parity_stride, epoch, table, rank, L, BLOCK: tl.constexpr, FORM: tl.constexpr
+    x, out, packets, sent, read, parity_stride, epoch, last, table, rank, L, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """Two blocks of words to both ranks, and back the other rank's."""
     net = Net(table, rank)
@@ -349,9 +339,13 @@ def packets_kernel(
     if FORM != "one inbox":
         packets += epoch % 2 * parity_stride
     for index in range(2):
+        if FORM == "one wait":
+            if rank * index == 1:
+                wait_signal(read, epoch, 0, 0, net, L)
         mine = packets + rank * 2 * BLOCK + index * BLOCK
         put_packets(mine, tl.load(x + index * BLOCK + at), epoch, rank, net, L)
         put_packets(mine, tl.load(x + index * BLOCK + at), epoch, 1 - rank, net, L)
+    signal(sent, epoch, 1 - rank, net, L)
     for index in range(2):
         waited = index
         if FORM == "one wait":
@@ -360,33 +354,33 @@ def packets_kernel(
         theirs = tl.load(packets + (1 - rank) * 2 * BLOCK + index * BLOCK + at).to(tl.int32)
         if FORM == "right":
             theirs = tl.where(rank == 0, arrived[1], arrived[0])
-        if rank == 1:  # a slow reader
-            for _ in range(8):
-                delay()
-            if FORM == "one inbox":
-                theirs = tl.load(packets + index * BLOCK + at).to(tl.int32)
+        if FORM != "one wait":
+            if (rank == 1) & (epoch < last):  # a slow reader
+                wait_signal(sent, epoch + 1, 0, 0, net, L)
+                if FORM == "one inbox":
+                    theirs = tl.load(packets + index * BLOCK + at).to(tl.int32)
         tl.store(out + index * BLOCK + at, theirs)
+    signal(read, epoch, 1 - rank, net, L)
 
 
 def check_packets(ctx, form, kernel, dtype, words, room, turns, *arguments):
     """Words go to the other rank in each of `turns`, by packets that a kernel puts into `room` of them."""
-    packets = ctx.empty(room, dtype=dtype)
+    packets, (sent, read) = ctx.empty(room, dtype=dtype), ctx.empty(2, dtype=torch.int64).zero_().split(1)
     packets.zero_()
     ctx.group.barrier()
     seen, wanted = [], []
-    with jitter(ctx, 3):
-        for turn in turns:
-            value = lambda rank, turn=turn: (torch.arange(words) * 1000 + 10 * turn + rank - 5).int()  # noqa: E731
-            out = torch.zeros(words, dtype=torch.int32)
-            try:
-                ctx.launch(
-                    kernel, 1, value(ctx.rank), out, packets, *arguments, turn, ctx.table, ctx.rank,
-                    L=ctx.link(OP), BLOCK=16, FORM=form,
-                )  # fmt: skip
-            except WaitTimeoutError as error:  # a packet that another one, or zeros, replaced never comes
-                raise AssertionError(f"turn {turn}") from error
-            seen.append(out)
-            wanted.append(value(1 - ctx.rank))
+    for turn in turns:
+        value = lambda rank, turn=turn: (torch.arange(words) * 1000 + 10 * turn + rank - 5).int()  # noqa: E731
+        out = torch.zeros(words, dtype=torch.int32)
+        try:
+            ctx.launch(
+                kernel, 1, value(ctx.rank), out, packets, sent, read, *arguments, turn, turns[-1], ctx.table,
+                ctx.rank, L=ctx.link(OP), BLOCK=16, FORM=form,
+            )  # fmt: skip
+        except WaitTimeoutError as error:  # a packet that another one, or zeros, replaced never comes
+            raise AssertionError(f"turn {turn}") from error
+        seen.append(out)
+        wanted.append(value(1 - ctx.rank))
     assert torch.equal(torch.stack(seen), torch.stack(wanted))
 
 
@@ -405,43 +399,48 @@ def test_packets_that_are_not_waited_for_one_by_one_and_a_single_inbox_for_them_
 
 
 @triton.jit
-def lamport_kernel(x, out, packets, turn, table, rank, L, BLOCK: tl.constexpr, FORM: tl.constexpr):
+def lamport_kernel(
+    x, out, packets, sent, read, turn, last, table, rank, L, BLOCK: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
     """A block of words to both ranks, and back the other rank's, by packets that are there once they are not zero."""
     net = Net(table, rank)
     at = tl.arange(0, BLOCK)
     INBOXES: tl.constexpr = 2 if FORM == "two inboxes" else 3
     inbox = packets + turn % INBOXES * 2 * BLOCK
+    if FORM == "never set to zero":
+        if (rank == 1) & (turn > INBOXES):
+            wait_signal(read, turn, 0, 0, net, L)
     for step in range(2):
         put_packets(inbox + rank * BLOCK, tl.load(x + at), 0, (rank + step) % 2, net, L)
+    signal(sent, turn, 1 - rank, net, L)
     if FORM != "never set to zero":
         left = packets + (turn + INBOXES - 1) % INBOXES * 2 * BLOCK
-        if rank == 1:  # it takes its time
-            for _ in range(8):
-                delay()
+        if (rank == 1) & (turn < last):  # it takes its time
+            wait_signal(sent, turn + 1, 0, 0, net, L)
         for part in range(2):
             tl.store(left + part * BLOCK + at, tl.zeros((BLOCK,), tl.int32))
     arrived = wait_packets(inbox, BLOCK, 0, 0, net, L, BLOCK)
     tl.store(out + at, tl.where(rank == 0, arrived[1], arrived[0]))
+    signal(read, turn, 1 - rank, net, L)
 
 
 @pytest.mark.ranks(2)
 def test_packets_without_an_epoch_that_are_not_set_to_zero_in_time_are_caught(ctx):
-    exchange = lamport_kernel, torch.int32, 16, 3 * 2 * 16, range(10)
+    exchange = lamport_kernel, torch.int32, 16, 3 * 2 * 16, range(1, 11)
     wrong_packets_are_caught(ctx, ("right", "never set to zero", "two inboxes"), *exchange)
 
 
 @triton.jit
 def parts_kernel(
-    x, out, sums, counter, table, rank, L, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr,
+    x, out, sums, counter, added, table, rank, L, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Two parts of a tile, a program each; the second one adds the first one's sums to its own."""
     value = tl.load(x + tl.program_id(0)) + tl.zeros((ROWS, COLUMNS), tl.float32)
     if tl.program_id(0) == 0:
-        for _ in range(8):  # the first part takes longer
-            delay()
         if FORM == "count first":
             count(counter, L, "gpu")
-            delay()
+        if FORM != "right":  # the first part takes longer
+            wait_signal(added, 1, rank, 0, Net(table, rank), L)
         store_part(value, Matrix(sums, COLUMNS, 1, ROWS, COLUMNS), 0, 0, ROWS, COLUMNS)
         if FORM != "count first":
             count(counter, L, "gpu")
@@ -450,19 +449,19 @@ def parts_kernel(
             wait_signal(counter, 1, rank, 0, Net(table, rank), L)
         value = add_parts(value, Matrix(sums, COLUMNS, 1, ROWS, COLUMNS), 0, 0, 2, ROWS, COLUMNS)
         store_part(value, Matrix(out, COLUMNS, 1, ROWS, COLUMNS), 0, 0, ROWS, COLUMNS)
+        count(added, L, "gpu")
 
 
 def check_parts(ctx, form):
     seen, wanted = [], []
-    with jitter(ctx, 4):
-        for number in range(6):
-            sums, out = poison(torch.empty(4, 8)), poison(torch.empty(4, 8))
-            ctx.launch(
-                parts_kernel, 2, torch.tensor([1.0, 10.0 * number]), out, sums, torch.zeros(1, dtype=torch.int64),
-                ctx.table, ctx.rank, ctx.link(OP), ROWS=4, COLUMNS=8, FORM=form,
-            )  # fmt: skip
-            seen.append(out)
-            wanted.append(torch.full((4, 8), 10.0 * number + 1))
+    for number in range(6):
+        sums, out = poison(torch.empty(4, 8)), poison(torch.empty(4, 8))
+        ctx.launch(
+            parts_kernel, 2, torch.tensor([1.0, 10.0 * number]), out, sums, *torch.zeros(2, 1, dtype=torch.int64),
+            ctx.table, ctx.rank, ctx.link(OP), ROWS=4, COLUMNS=8, FORM=form,
+        )  # fmt: skip
+        seen.append(out)
+        wanted.append(torch.full((4, 8), 10.0 * number + 1))
     assert torch.equal(torch.stack(seen), torch.stack(wanted))
 
 

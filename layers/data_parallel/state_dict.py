@@ -67,7 +67,7 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
             value = value.detach().to("cpu", copy=True)  # a snapshot, even if the model is on the CPU
         if key in partitioned:
             layer, dim = partitioned[key]
-            value = layer.unshard(layer.ctx.group.gather(value), dim)
+            value = layer.join(layer.ctx.group.gather(value), dim)
         if not (rank0_only and any(places)):
             full[full_key(key)] = value
     return full

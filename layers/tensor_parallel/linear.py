@@ -196,7 +196,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         blocks = full.tensor_split(self.partition_stride, dim)
         return torch.cat([block.split(sizes, dim)[self.ctx.rank] for block in blocks], dim)
 
-    def unshard(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
+    def join(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
         """The inverse of `shard`: every rank's part -> the full tensor."""
         blocks = zip(*(shard.tensor_split(self.partition_stride, dim) for shard in shards), strict=True)
         return torch.cat([part for block in blocks for part in block], dim)
