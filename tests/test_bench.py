@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transports import TRANSPORTS, simulated_only
+from transports import TRANSPORTS, simulated_only, torch_scales_rows
 
 from tkernels import shapes, timing
 from tkernels.comm import runtime
@@ -165,7 +165,7 @@ def test_products_of_fp8_are_measured_with_a_scale_a_row(ctx, checkout, op):
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather"])
 def test_baselines_compute_what_we_compute(ctx, checkout, op, M, fp8):
     """Without torch's fused operators, which exist on GPUs only; gloo stands in for NCCL where there is none."""
-    if fp8 and (op == "all_gather" or not runtime.has_fp8()):
+    if fp8 and (op == "all_gather" or not torch_scales_rows()):
         pytest.skip("FP8 is measured in products, where there is any")
     baselines, harness, problem = (load(checkout, name) for name in ("baselines", "harness", "problem"))
     here = problem.Problem(ctx, a_case(checkout, op, M, fast_accum=fp8), "normal")
@@ -184,6 +184,8 @@ def test_baselines_compute_what_we_compute(ctx, checkout, op, M, fp8):
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_torchs_scaled_operators_take_the_arguments_of_the_baselines(ctx, checkout, op):
     """By the door to them: what torch itself has without a GPU gathers no FP8."""
+    if not torch_scales_rows():
+        pytest.skip("the products of the baselines are torch's")
     from torch.distributed.device_mesh import init_device_mesh
 
     from tkernels.layers.doors import symm_mem

@@ -45,6 +45,8 @@ from tkernels.layers.tensor_parallel.functions import (
     scatter_to_tensor_model_parallel_region,
 )
 
+_DDP = vars(DistributedDataParallel)  # which a compiled function looks at anew, unlike torch 2.11 at torch's classes
+
 
 def checking(ctx: Context, device):
     """A block whose error on one rank all ranks raise. On the meta device, where modules are made alone, no meeting."""
@@ -216,7 +218,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
-        inside = DistributedDataParallel._active_ddp_module is not None  # by which torch.compile tells traces apart
+        inside = _DDP["_active_ddp_module"] is not None  # by which torch.compile tells traces apart
         if inside and len({*self._ranks}.intersection(_ranks_of_ddp())) > 1:
             raise ValueError(
                 f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "

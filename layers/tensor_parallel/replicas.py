@@ -4,6 +4,7 @@ them, and all are compared once, since replicas drift apart if their gradients d
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ class ReplicatedParameters:
         self._check, self._path = None, ""
         self._parameters, self._lent = {}, False  # that forward finds replaced, and whether the parent's forward does
         self.has_reader = False  # ReadsChildren of a parent
-        module.register_forward_pre_hook(self._before, prepend=True)  # spectral_norm's hook reads parameters
+        _register_first(module, self._before)  # spectral_norm's hook reads parameters
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module, _):
@@ -170,12 +171,12 @@ class ReplicaCheck:
         for path, hooks in summing:
             hooks.watched_by(check, path)
         check._watch(_places(model))
-        model.register_forward_pre_hook(check._before, prepend=True)  # it looks for parameters
+        _register_first(model, check._before)  # it looks for parameters
         if any(parameter.is_meta for parameter in model.parameters()):
             check._watch_in_trace = constant_in_traces(lambda: check._watch(_places(model)))
         for path, module in model.named_modules():
             if path and any(each.is_meta for each in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(functools.partial(check._before_part, path), prepend=True)
+                _register_first(module, functools.partial(check._before_part, path))
 
     def _before(self, model, _):
         """Watch the parameters of the first forward, which may have been on the meta device, frozen or copied.
@@ -297,6 +298,19 @@ class ReplicaCheck:
             while self._handles:
                 self._handles.popitem()[1].remove()
         return done
+
+
+def _register_first(module: nn.Module, hook: Callable):
+    """Register a forward pre-hook that runs before the others.
+
+    Its `prepend` moves an entry of an OrderedDict to the front, of which torch.compile's guards of torch 2.11 know
+    nothing: they take one hook for another.
+    """
+    hooks = module._forward_pre_hooks
+    others = list(hooks.items())
+    hooks.clear()
+    module.register_forward_pre_hook(hook)
+    hooks.update(others)
 
 
 def _calls(module: nn.Module) -> bool:
