@@ -790,9 +790,16 @@ def test_replicated_lets_a_module_find_plain_tensors_and_sums_gradients_where_as
         parallelize_module(model, tp_mesh(ctx), {"4": Replicated()})
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.ranks(2)
-def test_parallelize_module_tells_an_optimizer_that_was_made_before_it(ctx):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(ctx.device)
+@pytest.mark.parametrize("linear", [nn.Linear, Doubled], ids=["ours", "torchs"])
+def test_parallelize_module_tells_an_optimizer_that_was_made_before_it(ctx, linear):
+    model = nn.Sequential(linear(4, 4), nn.LayerNorm(4)).to(ctx.device)
+    model[0].weight.no_decay = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(4, device=ctx.device)).sum().backward()
     parallelize_module(model, tp_mesh(ctx), {"0": ColwiseParallel(output_layouts=Replicate())})
@@ -800,6 +807,7 @@ def test_parallelize_module_tells_an_optimizer_that_was_made_before_it(ctx):
         optimizer.step()
     optimizer.param_groups[0]["params"] = list(model.parameters())
     optimizer.step()
+    assert model[0].weight.no_decay
 
 
 @pytest.mark.ranks(2)

@@ -181,7 +181,12 @@ class Style(ParallelStyle):
         self.check("", module, mesh.size())
         if isinstance(module, nn.Linear):
             _warn_slow(type(self).__name__, type(module).__name__)
-        return super()._apply(module, mesh)
+        before = dict(module.named_parameters())
+        module = super()._apply(module, mesh)
+        for name, parameter in module.named_parameters():
+            if parameter is not before[name]:
+                replace(before[name], parameter, "parallelize")
+        return module
 
 
 @functools.cache
