@@ -45,7 +45,15 @@ from tkernels.layers.tensor_parallel.functions import (
     scatter_to_tensor_model_parallel_region,
 )
 
-_DDP = vars(DistributedDataParallel)  # which a compiled function looks at anew, unlike torch 2.11 at torch's classes
+
+class _DDP(DistributedDataParallel):
+    """By its object torch.compile looks anew at what torch 2.11 takes for a constant of the class."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+
+
+_ddp = _DDP()
 
 
 def checking(ctx: Context, device):
@@ -218,7 +226,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
-        inside = _DDP["_active_ddp_module"] is not None  # by which torch.compile tells traces apart
+        inside = _ddp._active_ddp_module is not None  # by which torch.compile tells traces apart
         if inside and len({*self._ranks}.intersection(_ranks_of_ddp())) > 1:
             raise ValueError(
                 f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
