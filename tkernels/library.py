@@ -18,10 +18,8 @@ def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: tor
 
     precision: of fp32, as gemm.precision says it. Torch's autocast does not apply.
     """
-    if x.device.type == "cpu":  # where not all 16-bit matmuls accumulate in fp32
-        with torch.autocast("cpu", enabled=False):
-            product = x.float() @ w.float().t()
-        out.copy_(product if bias is None else product + bias.float())
+    if _on_host(x):
+        _multiply_on_host(out, x, w, bias)
     elif out.dtype != x.dtype:
         torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
     elif x.dtype == torch.float32:
@@ -40,6 +38,9 @@ def multiply_scaled_into(
     (64x64x39744, 2x976x5520 on an H100); then `out` is without.
     """
     x_scale, w_scale = scales
+    if _on_host(x):
+        _multiply_on_host(out, x, w, bias, x_scale.reshape(-1, 1), w_scale.reshape(1, -1))
+        return True
     if x_scale.numel() > 1 or w_scale.numel() > 1:  # torch takes either one for each operand, or one a row of each
         x_scale = x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
         w_scale = w_scale.reshape(1, -1).expand(1, w.shape[0]).contiguous()
@@ -55,6 +56,19 @@ def multiply_scaled_into(
         multiply()
         return False
     return True
+
+
+def _on_host(x: torch.Tensor) -> bool:
+    """Where not all 16-bit matmuls of torch accumulate in fp32, and those of FP8 take no scale a row in torch 2.11."""
+    return x.device.type == "cpu"
+
+
+def _multiply_on_host(out, x, w, bias, *scales):
+    with torch.autocast("cpu", enabled=False):
+        product = x.float() @ w.float().t()
+    for scale in scales:
+        product *= scale
+    out.copy_(product if bias is None else product + bias.float())
 
 
 def _multiply_alike(out, x, w, bias):
