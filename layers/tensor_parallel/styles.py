@@ -181,9 +181,9 @@ class Style(ParallelStyle):
         self.check("", module, mesh.size())
         if isinstance(module, nn.Linear):
             _warn_slow(type(self).__name__, type(module).__name__)
-        before = dict(module.named_parameters())
+        before = dict(module.named_parameters(remove_duplicate=False))
         module = super()._apply(module, mesh)
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             if parameter is not before[name]:
                 replace(before[name], parameter, "parallelize")
         return module
