@@ -1268,8 +1268,15 @@ def test_fully_shard_face_is_silent_where_blocks_are_units_and_logs_its_pool(ctx
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("units", [ParallelMLP, (ColumnParallelLinear, RowParallelLinear)], ids=["inside", "units"])
-def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units):
+@pytest.mark.parametrize(
+    "units,first_name,kind",
+    [
+        (ParallelMLP, "fc1", "ColumnParallelLinear"),
+        ((ColumnParallelLinear, RowParallelLinear), "weight", "FSDPColumnParallelLinear"),
+    ],
+    ids=["inside", "units"],
+)
+def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units, first_name, kind):
     path = ctx.group.gather(str(tmp_path))[0]
 
     def mlp(seed, over):
@@ -1286,11 +1293,12 @@ def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units):
             got = gather_state_dict(each)
             assert got.keys() == want.keys() and all(torch.equal(got[key], want[key].cpu()) for key in want)
     twice = mlp(1, ctx)
-    with pytest.raises(MismatchError, match="parts of tensors .tensor_model_parallel. of rank 0 .* in (fc1|weight)"):
+    said = f"parts of tensors .tensor_model_parallel. of rank 0 .* in {first_name}"
+    with pytest.raises(MismatchError, match=said):
         FullyShard(twice, units, mesh=ctx)
     for parameter in twice.parameters():
         nn.init.ones_(parameter)
-    with pytest.raises(ValueError, match="0.fc1.weight is split by (FSDP)?ColumnParallelLinear, and each part again"):
+    with pytest.raises(ValueError, match=f"0.fc1.weight is split by {kind}, and each part again by fully"):
         sharded_state_dict(FullyShard(twice, units, mesh=ctx))
 
 

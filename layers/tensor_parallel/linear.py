@@ -47,7 +47,7 @@ from tkernels.layers.tensor_parallel.functions import (
 
 
 class _DDP(DistributedDataParallel):
-    """By its object torch.compile looks anew at what torch 2.11 takes for a constant of the class."""
+    """Made for one object, whose attribute torch.compile guards: the class's own None is a constant to torch 2.11."""
 
     def __init__(self):
         nn.Module.__init__(self)
