@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from transports import gpu_only, message_on_every_rank, simulated_only
@@ -610,6 +610,35 @@ def test_fully_shard_over_tensor_parallel_layers_places_and_trains_as_torchs(ctx
         for parameter, other in zip(again.parameters(), model_of[0].parameters(), strict=True):
             moments = (full(each.state[p]["exp_avg"]) for each, p in ((its_optimizer, parameter), (model_of[1], other)))
             assert torch.equal(*moments)
+
+
+@pytest.mark.ranks(4, timeout_s=240)
+@pytest.mark.parametrize("compiled", ["units", "top"])
+def test_fully_shard_over_tensor_parallel_layers_is_compiled(ctx, compiled):
+    """Whole parameters that are DTensors lie within one buffer, where torch.compile has to take them for inputs."""
+    mesh, results = two_meshes(ctx, 2, 2), []
+    up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    plan = {"norm": SequenceParallel(), "up": up, "down": down}
+    for now in (None, compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Parallel(), Parallel()).to(ctx.device)
+        for block in model:
+            parallelize_module(block, mesh["tp"], plan)
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        for module in {"units": model, "top": [model]}.get(now, ()):
+            module.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = normal((2, 4, FEATURES), torch.float32, 10 * step + ctx.rank).to(ctx.device)
+            model(x).square().mean().backward()
+            optimizer.step()
+        results.append([full(parameter.detach()) for parameter in model.parameters()])
+    torch._dynamo.reset()
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 # Beside torch's

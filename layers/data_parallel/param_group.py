@@ -183,7 +183,7 @@ class Parameter:
         if self.tensor_parallel is None:
             self.whole.data = memory
         else:
-            self.whole._local_tensor = memory.data  # with a count of writes of its own: gathers are none of autograd's
+            self.whole._local_tensor = memory
 
     def widen_gradient(self):
         """Keep the whole gradient in `reduce_dtype`, in which autograd itself adds up what is yet to come."""
@@ -329,8 +329,10 @@ class ParamGroup:
         """Give the module the whole parameters, in this gathered buffer."""
         views = self._views.get(whole.data_ptr())
         if views is None:
+            # torch.compile can't take a DTensor whose local tensor is a view that starts within a storage. Through
+            # dlpack each has a storage of its own, and a count of writes of its own: gathers are none of autograd's.
             with lasting():
-                views = self._views[whole.data_ptr()] = self.layout.wholes(whole)
+                views = self._views[whole.data_ptr()] = [torch.from_dlpack(view) for view in self.layout.wholes(whole)]
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.whole.requires_grad_(parameter.sharded.requires_grad)
             parameter.point(view)
