@@ -74,7 +74,8 @@ class Trained:
     def __init__(self, ctx: Context, build: Callable):
         torch.manual_seed(0)
         self.device = ctx.device
-        model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(ctx.device)
+        with ctx.device:  # on the host the weights of nine models take more time than all steps
+            model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         self.model, self.optimizer, self.clip = build(ctx, model)
         generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
         self.x, self.y = torch.randn((2, 1, LENGTH, DIM), generator=generator, device=ctx.device)

@@ -102,11 +102,11 @@ class Fused:
 
     def __init__(self, ctx: Context, problem, empty: bool = False):
         self.ctx, self.problem, device = ctx, problem, ctx.device
+        self.gathers = problem.operation == "all_gather_matmul"
         layout = {"TT": "NT"}.get(problem.layout, problem.layout)  # a transposed x comes with a transposed w there
         self.case = case_of(problem, layout)
         self.plain = _Plain(ctx, self.case, "zeros" if empty else "normal")
-        self.plain.problem = problem
-        self.gathers = problem.operation == "all_gather_matmul"
+        self.plain.problem, self.plain.path = problem, self.path
         columns = problem.N // ctx.size if self.gathers else problem.N
         seed = ctx.rank if self.gathers else 0  # of a reduction, all ranks have the same bias
         generator = torch.Generator(device).manual_seed(seed)
@@ -159,7 +159,11 @@ class Fused:
 
 class _Plain(Problem):
     def allowed(self) -> tuple[float, float]:
-        roundings = 1 if self.case.op == "all_gather_matmul" else self.ctx.size
+        # Of a billion elements some have a partial sum six deviations out, whose rounding errs by up to half an ulp of
+        # that: three times the variance that `tolerance` counts.
+        roundings = 1 if self.case.op == "all_gather_matmul" else 1 + 3 * (self.ctx.size - 1)
+        if self.path() == "plain" and self.problem.torch_dtype.itemsize == 2:
+            roundings += TORCH_ROUNDINGS - 1
         return allowed(self.problem, roundings)
 
 
