@@ -335,6 +335,8 @@ def _fp8_cases() -> list[Case]:
     cases.append(Case("matmul_all_reduce", fp8, "fp8_wire", ranks=4, wire=fp8))
     for operation in FUSED:  # rows of a multiple of 8 elements, not of 16, stored through pointers
         cases.append(Case(operation, label="uneven_eights", ranks=2, **UNEVEN[2] | {"shape": (1023, 1000, 1024)}))
+    for columns in (1001, 1024):
+        cases.append(Case("straighten", label=str(columns), shape=(1001, 1, columns), x_transposed=True))
     return cases
 
 
@@ -616,8 +618,9 @@ def _call(case: Case):
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
             total = torch.empty(M, N)
             gemm.plan_finish(total, bias, case.activation, y)(total, bias, y)
-        elif case.operation in ("stage", "unstage"):
-            rows, x = Rows.of(matrix(M, K, case.x_transposed)), matrix(M, K, case.x_transposed)
+        elif case.operation in ("stage", "unstage", "straighten"):
+            x = matrix(M, K, case.x_transposed)
+            rows = Rows.of(x, turned=False if case.operation == "straighten" else None)
             copied = x, rows.empty("cpu")
             back = case.operation == "unstage"
             rows.plan_copy(x, back)(*copied[::-1] if back else copied)

@@ -19,7 +19,6 @@ from tkernels.gemm import (
     DTYPES,
     Matrix,
     activation_reference,
-    in_rows,
     load_tile,
     matmul_reference,
     precision,
@@ -311,7 +310,7 @@ def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(staged,
             y = matmul(x, w, bias, "relu")
         assert y.is_contiguous() and y.shape == (M, N)
         assert torch.equal(y, matmul_reference(x, w, bias, "relu").to(dtype)), (M, N, K)
-        beyond = sum(not tma_allowed(in_rows(matrix)[0]) for matrix in (x, w, y))
+        beyond = sum(not tma_allowed(staging.in_rows(matrix)[0]) for matrix in (x, w, y))
         if M * N * K:
             assert [name for name, *_ in launched].count("copy_rows_kernel") == beyond, (M, N, K)
         assert torch.equal(matmul(x, w, bias, "relu"), y)  # prepared

@@ -348,15 +348,15 @@ class AllGatherMatmul(FusedCall):
 
         Its rows are contiguous and, staged, whole vectors: with zeros behind them, as what w has there is not zero.
         """
-        # Flattened and back: contiguous() keeps a dimension of size 1 at any stride, but kernels assume rows of K.
-        x = x.contiguous().view(-1).view(x.shape)
-        wide = Rows.of(x, VECTOR_BYTES)
-        if not self.stages_rows(x) or wide.stride == x.shape[1] and x.data_ptr() % VECTOR_BYTES == 0:
-            return x, lambda x: x.contiguous()
-        shape, copy = (x.shape[0], wide.stride), wide.plan_copy(x) if x.numel() else lambda source, target: None
+        wide, shape = Rows.of(x, VECTOR_BYTES, turned=False), x.shape
+        sendable = x.is_contiguous() and wide.stride == shape[1] and x.data_ptr() % VECTOR_BYTES == 0
+        if sendable or not self.stages_rows(x):
+            # Flattened and back: contiguous() keeps a dimension of size 1 at any stride, but kernels assume rows of K.
+            return x.contiguous().view(-1).view(shape), lambda x: x.contiguous()
+        shape, copy = (shape[0], wide.stride), wide.plan_copy(x) if x.numel() else lambda source, target: None
 
         def widen(x):
-            copy(x.contiguous(), sent := x.new_empty(shape))
+            copy(x, sent := x.new_empty(shape))
             return sent
 
         return x.new_empty(shape), widen

@@ -29,7 +29,7 @@ from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
 from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
-from tkernels.staging import SECTOR, Rows
+from tkernels.staging import SECTOR, Rows, in_rows
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
@@ -316,12 +316,6 @@ class Operand:
         return {name: self.argument, **strides}
 
 
-def in_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The matrix, or its transpose if that is what lies in rows, and whether it is."""
-    transposed = matrix.stride(0) == 1 and matrix.stride(1) != 1
-    return matrix.t() if transposed else matrix, transposed
-
-
 def tma_allowed(matrix: torch.Tensor) -> bool:
     """Whether TMA can describe the matrix: inner stride 1, base address and rows multiples of 16 bytes, not empty."""
     return (
@@ -333,14 +327,15 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
-def staging(matrix: torch.Tensor):
+def staging(matrix: torch.Tensor, turned: bool | None = None):
     """What TMA can take in place of matrices like this one: an example, and the function that makes it of one.
 
-    That is a copy in wider rows, or the matrix itself.
+    That is a copy in wider rows, or the matrix itself. turned: as of `Rows.of`.
     """
-    if tma_allowed(in_rows(matrix)[0]):
+    plain, lies_turned = in_rows(matrix)
+    if tma_allowed(plain) and turned in (None, lies_turned):
         return matrix, lambda matrix: matrix
-    wide = Rows.of(matrix)
+    wide = Rows.of(matrix, turned=turned)
     copy = wide.plan_copy(matrix)
 
     def stage(matrix):

@@ -101,6 +101,7 @@ from tkernels.overlap import (
 )
 from tkernels.partials import WIRE_FP8, elements_of, row_elements
 from tkernels.paths import plan_matmul_reduce
+from tkernels.staging import in_rows
 from tkernels.waves import Waves, plan_waves
 
 OP = operation("matmul_reduce_scatter")
@@ -538,12 +539,12 @@ class MatmulReduceScatter(FusedCall):
         activation, precision = self.activation, self.precision
         (M, K), N, itemsize = x.shape, self.columns or w.shape[0], wire_dtype.itemsize
         first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
-        # In a transposed x, tiles of some part would start off a 16-byte boundary, which a descriptor cannot address.
-        straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
-        x = x.contiguous().view(-1).view(x.shape) if straighten else x  # of K = 1 contiguous() keeps the strides
         outbox_shape, shape = (M - rows[ctx.rank], elements_of(N, wire_dtype)), (M if gather else rows[ctx.rank], N)
         y = check_result(self.operation, out, x, shape, out_dtype)
-        x, stage = staging(x) if self.stages_rows(x) else (x, None)
+        # In a transposed x, tiles of some part would start off a 16-byte boundary, where TMA reads nothing: a kernel
+        # whose box begins there ends with an illegal instruction.
+        straight = in_rows(x)[1] and any(row * x.element_size() % 16 for row in first_rows)
+        x, stage = staging(x, False if straight else None) if straight or self.stages_rows(x) else (x, None)
         config = self.configured(ctx, x, w, max(wire_dtype, out_dtype, key=lambda each: each.itemsize))
         gemm = config.gemm
         peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
@@ -619,7 +620,6 @@ class MatmulReduceScatter(FusedCall):
         )  # fmt: skip
 
         def run(x, w, bias, out, scales=None):
-            x = x.contiguous() if straighten else x
             x = stage(x) if stage else x
             y = x.new_empty(shape, dtype=out_dtype) if out is None else out
             outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it

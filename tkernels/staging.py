@@ -18,12 +18,13 @@ VECTOR_BYTES = 16  # of which rows are multiples that TMA takes
 ROW_BYTES = 128  # of which rows are multiples: a box of TMA's then reads whole lines of the cache
 SECTOR = 32  # bytes that the cache reads at least
 ELEMENTS, MOST_COLUMNS = 8192, 2048  # of a program
+TURNED_TILE = 64  # rows and columns of a program that turns them: lines of the cache on both sides
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["rows"])
 def copy_rows_kernel(
-    source, source_stride, source_columns,  # may be read up to there
+    source, source_row_stride, source_column_stride, source_columns,  # may be read up to there
     target, target_stride, target_columns,  # and is written up to there
     rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -32,16 +33,23 @@ def copy_rows_kernel(
     blocks = tl.cdiv(tl.maximum(source_columns, target_columns), COLUMNS)
     row = tl.cast(tl.program_id(0) // blocks, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    value = tl.load(source + row * source_stride + column, mask=(row < rows) & (column < source_columns), other=0.0)
+    at = source + row * source_row_stride + tl.cast(column, tl.int64) * source_column_stride
+    value = tl.load(at, mask=(row < rows) & (column < source_columns), other=0.0)
     tl.store(target + row * target_stride + column, value, mask=(row < rows) & (column < target_columns))
 # fmt: on
 
 
+def in_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The matrix, or its transpose if that is what lies in rows, and whether it is."""
+    transposed = matrix.stride(0) == 1 and matrix.stride(1) != 1
+    return matrix.t() if transposed else matrix, transposed
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Wide rows for matrices like one: of its shape and orientation, `stride` elements apart.
+    """Wide rows for matrices like one: of its shape, `stride` elements apart.
 
-    turned: the matrix is transposed in memory, so its columns are what lies in rows.
+    turned: they are transposed in memory, so its columns are what lies in rows.
     """
 
     rows: int
@@ -51,9 +59,9 @@ class Rows:
     stride: int
 
     @classmethod
-    def of(cls, matrix: torch.Tensor, row_bytes: int = ROW_BYTES) -> "Rows":
-        """Those of which each takes a multiple of row_bytes."""
-        turned, dtype = matrix.stride(0) == 1 and matrix.stride(1) != 1, matrix.dtype
+    def of(cls, matrix: torch.Tensor, row_bytes: int = ROW_BYTES, turned: bool | None = None) -> "Rows":
+        """Those of which each takes a multiple of row_bytes. turned: None, as the matrix, or whether they are to be."""
+        turned, dtype = in_rows(matrix)[1] if turned is None else turned, matrix.dtype
         rows, columns = (matrix.t() if turned else matrix).shape
         return cls(rows, columns, dtype, turned, round_up(columns * dtype.itemsize, row_bytes) // dtype.itemsize)
 
@@ -65,17 +73,19 @@ class Rows:
     def plan_copy(self, matrix: torch.Tensor, back: bool = False):
         """Plan the copy of matrices like this one into wide rows, zeros behind them; back: out of them.
 
-        Returns a function of (source, target).
+        Returns a function of (source, target). Into them, a matrix may lie in any way: turned, or expanded.
         """
-        stride = matrix.stride(1 if self.turned else 0)
-        sides = (stride, self.columns), (self.stride, self.stride)
+        row_stride, column_stride = (matrix.t() if self.turned else matrix).stride()
+        sides = (row_stride, self.columns), (self.stride, self.stride)
         (source_stride, source_columns), (target_stride, target_columns) = sides[::-1] if back else sides
-        columns = min(triton.next_power_of_2(self.stride), MOST_COLUMNS)
-        rows = max(ELEMENTS // columns, 1)
+        across = self.columns > 1 and column_stride != 1
+        columns = TURNED_TILE if across else min(triton.next_power_of_2(self.stride), MOST_COLUMNS)
+        rows = TURNED_TILE if across else max(ELEMENTS // columns, 1)
         example = torch.empty(0, dtype=self.dtype, device="meta")
         return PreparedLaunch(
             copy_rows_kernel, triton.cdiv(self.rows, rows) * triton.cdiv(self.stride, columns),
-            varying=("source", "target"), source=example, target=example, source_stride=source_stride,
-            source_columns=source_columns, target_stride=target_stride, target_columns=target_columns, rows=self.rows,
-            ROWS=rows, COLUMNS=columns, num_warps=8,
+            varying=("source", "target"), source=example, source_row_stride=source_stride,
+            source_column_stride=column_stride if across else 1, source_columns=source_columns, target=example,
+            target_stride=target_stride, target_columns=target_columns, rows=self.rows, ROWS=rows, COLUMNS=columns,
+            num_warps=8,
         )  # fmt: skip
