@@ -639,6 +639,7 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
             sparse=nn.Embedding(8, 4, sparse=True),
             normed=nn.utils.spectral_norm(nn.Linear(4, 4)),
             parametrized=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False)),
+            wide=nn.Linear(4, 4, dtype=torch.float64),
         )
     )
     model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
@@ -669,6 +670,7 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
         ({"tokens": column}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
         ({"sparse": row}, ValueError, "RowwiseParallel: 'sparse': its gradients are sparse"),
         ({"sparse": Replicated()}, ValueError, "Replicated: 'sparse': its gradients are sparse"),
+        ({"wide": column}, TypeError, "'wide' is in torch.float64, and tkernels multiplies float32, bfloat16 and"),
         ({"normed": row}, TypeError, "'normed': its weight is computed from bias and weight_orig, as by"),
         ({"parametrized": column}, TypeError, "its weight is computed from parametrizations.weight.original0 and"),
     ]:

@@ -223,6 +223,9 @@ class ShardedModule(FSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool):
         """Changes nothing: gradients are always summed, then divided."""
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True):
+        """Changes nothing: each reduction goes on to the replicas, to the same sums. See set_requires_gradient_sync."""
+
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True):
         """Changes nothing: parameters that a rank didn't use always count as zero."""
 

@@ -299,6 +299,11 @@ class ParamGroup:
                 f"fully_shard: {parameter.name} was a DTensor of {tuple(was.shape)}, {was.placements}, and is "
                 f"{type(now).__name__} now; copy values into it, or change the module before it is sharded"
             )
+        if now.requires_grad and not isinstance(now, torch.nn.Parameter):
+            raise ValueError(
+                f"fully_shard: {parameter.name} is no parameter now but a tensor, as torch.func.functional_call passes "
+                f"it, which gradients would not reach; call it under torch.no_grad(), or copy values into parameters"
+            )
         local = now._local_tensor
         if local.device.type == "meta":
             raise ValueError(

@@ -102,6 +102,11 @@ class Style(ParallelStyle):
                 f"{what}: its weight is computed from {names}, as by weight_norm and spectral_norm, which no rank can "
                 f"of its part alone; take that off, or leave the module out of the plan"
             )
+        if self.kinds == Style.kinds and module.weight.dtype == torch.float64:
+            raise TypeError(
+                f"{what} is in torch.float64, and tkernels multiplies float32, bfloat16 and float16; convert the model "
+                f"or use torch's own styles"
+            )
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise TypeError(
                 f"{what} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it; write the "
