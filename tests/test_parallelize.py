@@ -5,6 +5,7 @@ import functools
 import math
 import pickle
 import re
+import types
 import warnings
 from unittest import mock
 
@@ -636,3 +637,55 @@ def test_parallelize_refuses_a_plan_that_does_not_fit_and_changes_nothing(ctx):
     ):
         parallelize(model, {"up": "column"}, ctx)
     assert dict(model.named_modules()) == before
+
+
+class Pool(nn.Module):
+    """A parameter of its own beside an nn.MultiheadAttention, whose parameters are read by functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.probe, self.attention = nn.Parameter(torch.ones(1, 1, 8)), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(self.probe.expand(len(x), 1, 8), x, x)[0]
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_leaves_an_attention_of_torch_whole_or_refuses_it_before_anything_changed(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Sequential(Pool())).to(ctx.device)
+    twin, x = copy.deepcopy(model), normal((2, 3, 8), torch.float32, 1, device=ctx.device)
+    before = dict(model.named_parameters())
+    with pytest.raises(TypeError, match="'2.0.attention' is a MultiheadAttention, whose parameters other modules read"):
+        parallelize(model, {"0": "colwise", "1": "rowwise", "2.0": "replicated_with_grad_allreduce"}, ctx)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    parallelize(model, {"0": "colwise", "1": "rowwise"}, ctx)
+    torch.testing.assert_close(model(x), twin(x))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_refuses_a_plan_of_the_models_own_that_matches_nothing(ctx):
+    """As that of a wrapper, which has it from the model that it wraps."""
+    model = nn.ModuleDict(dict(inner=nn.ModuleDict(dict(up=nn.Linear(4, 6))))).to(ctx.device)
+    model.tp_plan = {"up": "colwise"}
+    with pytest.raises(ValueError, match="nothing would be split: no pattern of ModuleDict.tp_plan, as 'up', matches"):
+        parallelize(model, "auto", ctx)
+    assert type(model["inner"]["up"].weight) is nn.Parameter
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+@pytest.mark.parametrize(
+    ("name", "heads", "reason"),
+    [
+        ("gate_up_proj", 2, "is gate and up-projection in one"),
+        ("Wqkv", 2, "is queries, keys and values in one"),
+        ("attention", 3, "3 heads and 3 of keys and values"),
+    ],
+)
+def test_parallelize_refuses_stacked_projections_and_heads_by_the_models_config(ctx, words, name, heads, reason):
+    model = nn.ModuleDict({name: nn.Linear(4, 6), "down": nn.Linear(6, 4)}).to(ctx.device)
+    model.config = types.SimpleNamespace(model_type="ours", num_attention_heads=heads)
+    with pytest.raises(ValueError, match=reason):
+        parallelize(model, {name: words[0], "down": words[1]}, ctx)
+    assert type(model[name]) is nn.Linear and type(model[name].weight) is nn.Parameter

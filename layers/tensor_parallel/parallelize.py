@@ -18,7 +18,7 @@ from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.plan import Given, apply, text_config
+from tkernels.layers.tensor_parallel.plan import Given, apply, check_heads, text_config
 from tkernels.layers.tensor_parallel.replicas import (
     GRAD_ALLREDUCE,
     ReplicaCheck,
@@ -156,6 +156,12 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
             f"Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. What it is for can stay whole: take "
             f"{listed(list(unknown))} out of the plan{', by `del model.tp_plan[...]`' if optional else ''}"
         )
+    if not given:
+        raise ValueError(
+            f"parallelize: nothing would be split: no pattern of {type(model).__name__}.tp_plan, as "
+            f"{next(iter(plan))!r}, matches a module, as {next(iter(modules), None)!r}; pass the model that a wrapper "
+            f"wraps, as get_base_model() of PEFT's names it, and compile it afterwards"
+        )
     unique = {}
     for name, module, each in given:  # a module that occurs twice
         unique.setdefault(id(module), (name, module, each))
@@ -215,6 +221,8 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
         summed = _take_summed(model, styles)
         for name in styles:
             _check_swappable(model, name)
+        options_of = {name: options for name, (style, options) in styles.items() if style == "column"}
+        check_heads(model, [name for name, options in options_of.items() if not options.get("gather_output")], ctx.size)
     _check_equal(model, asked, ctx)
     layers = {}
     for name, (style, options) in styles.items():

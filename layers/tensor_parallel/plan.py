@@ -89,7 +89,8 @@ def apply(
             taken = {id(target) for _, target, each in given if not isinstance(each, PREPARE)}
             rest = [(path, each) for path, each in Replicated.owners(module) if id(each) not in taken]
             given += [(path, each, Replicated()) for path, each in rest if reads_its_parameters(each)]
-        _check_heads(module, given, ctx.size)
+        columns = [path for path, _, each in given if isinstance(each, ColwiseParallel) and _is_split(each)]
+        check_heads(module, columns, ctx.size)
         for path, target, each in given:
             if isinstance(each, Style):
                 each.check(path, target, ctx.size)
@@ -197,21 +198,29 @@ def _peft(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
     return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
 
 
+_QKV, _GATED = "queries, keys and values", "gate and up-projection"
+
+
 def text_config(model: nn.Module):
     """model.config, where a model of transformers has one, that of its language model."""
     config = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _check_heads(model: nn.Module, given: list[Given], ranks: int):
+def _is_split(column: ColwiseParallel) -> bool:
+    return column.output_layouts[0].is_shard()
+
+
+def check_heads(model: nn.Module, split: list[str], ranks: int):
     """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
     and for stacked projections of which a rank would get other parts than the model takes them for.
+
+    split: names of the layers of which each rank has some of the features, and returns these.
     """
     config = text_config(model)
-    split = [name for name, _, each in given if isinstance(each, ColwiseParallel) and each.output_layouts[0].is_shard()]
-    stacked = {"c_attn": "queries, keys and values"}
-    if hasattr(config, "model_type"):  # of transformers, whose MLPs take the two halves of the output
-        stacked["gate_up_proj"] = "gate and up-projection"
+    stacked = {"c_attn": _QKV}
+    if hasattr(config, "model_type"):  # of transformers, whose models take whole parts of the output
+        stacked |= {"Wqkv": _QKV, "gate_up_proj": _GATED, "Wi": _GATED, "input_linear": _GATED}
     for name in split:
         if (what := stacked.get(name.rpartition(".")[2])) is not None:
             raise ValueError(

@@ -318,6 +318,8 @@ class Replicated(Style):
 
     And in that of the module around it, which may read them. With them every parameter of a model is a DTensor, as
     torch's clipping and foreach optimizers want it. Modules inside of it get the style too, unless they have another.
+    Those that don't call what reads their parameters, as nn.MultiheadAttention, stay as they are, or are refused where
+    gradients are to be summed.
 
     sum_gradients: sum the gradients over ranks in backward, where each rank uses the module for its own features, heads
         or rows alone: the norms of queries and keys, between a column and a row layer.
@@ -336,12 +338,15 @@ class Replicated(Style):
         return Replicate()
 
     def check(self, path: str, module: nn.Module, ranks: int):
-        super().check(path, module, ranks)
-        if not reads_its_parameters(module):
-            raise TypeError(
-                f"Replicated: {path!r} is a {type(module).__name__}, whose parameters other modules read; give the "
-                f"style to the module that reads them"
-            )
+        for inner, each in {"": module, **dict(self.owners(module))}.items():
+            where = f"{path}.{inner}".strip(".")
+            if reads_its_parameters(each):
+                super().check(where, each, ranks)
+            elif each is module or self.sum_gradients:
+                raise TypeError(
+                    f"Replicated: {where!r} is a {type(each).__name__}, whose parameters other modules read; give the "
+                    f"style to the module that reads them"
+                )
 
     @staticmethod
     def owners(module: nn.Module):
@@ -352,10 +357,8 @@ class Replicated(Style):
                 yield path, each
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = list(self.owners(module))
-        for path, each in own:
-            self.check(path, each, device_mesh.size())
-        for _, each in own:
+        self.check("", module, device_mesh.size())
+        for each in [each for _, each in self.owners(module) if reads_its_parameters(each)]:
             self.distribute(each, device_mesh)
             ReplicatedParameters(each, self.context_over(device_mesh), self.sum_gradients)
         return module
