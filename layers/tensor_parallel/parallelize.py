@@ -153,8 +153,9 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
         found = ", ".join(f"{word!r} (of {pattern!r})" for pattern, word in unknown.items())
         raise ValueError(
             f"parallelize: this library has no style {found}; it has {', '.join((*WORDS, LATENT_KEYS))}, or in "
-            f"Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. What it is for can stay whole: take "
-            f"{listed(list(unknown))} out of the plan{', by `del model.tp_plan[...]`' if optional else ''}"
+            f"Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. Experts can stay whole, but no "
+            f"attention whose projections are split: take {listed(list(unknown))} out of the plan"
+            f"{', by `del model.tp_plan[...]`' if optional else ''}"
         )
     if not given:
         raise ValueError(
