@@ -74,7 +74,7 @@ class Trained:
     def __init__(self, ctx: Context, build: Callable):
         torch.manual_seed(0)
         self.device = ctx.device
-        with ctx.device:  # on the host the weights of nine models take more time than all steps
+        with ctx.device:  # nine models' weights are more than a host should draw
             model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         self.model, self.optimizer, self.clip = build(ctx, model)
         generator = torch.Generator(ctx.device).manual_seed(ctx.rank)

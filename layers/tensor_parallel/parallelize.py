@@ -94,10 +94,11 @@ def parallelize(
     into heads must take the number of heads from the tensor, since each rank has only its part; that of transformers
     does.
 
-    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing; for a module that
-    its style can't be given to; for a module that two patterns match; for an unknown style or option; for a module
-    whose parameters have hooks, belong to an optimizer or wrapper of this library, or are tied to others of which the
-    plan would split one; for heads that don't divide by the ranks (those of model.config). Raises MismatchError if the
+    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or with "auto" where
+    none matches anything, as those of a model in a wrapper; for a module that its style can't be given to; for a module
+    that two patterns match; for an unknown style or option; for a module whose parameters have hooks, belong to an
+    optimizer or wrapper of this library, or are tied to others of which the plan would split one; for stacked
+    projections, and for heads that don't divide by the ranks (those of model.config). Raises MismatchError if the
     parameters or plans differ between ranks.
     """
     if isinstance(plan, DeviceMesh | dist.ProcessGroup | Context):  # torch's order
@@ -222,8 +223,8 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
         summed = _take_summed(model, styles)
         for name in styles:
             _check_swappable(model, name)
-        options_of = {name: options for name, (style, options) in styles.items() if style == "column"}
-        check_heads(model, [name for name, options in options_of.items() if not options.get("gather_output")], ctx.size)
+        columns = [(name, options) for name, (style, options) in styles.items() if style == "column"]
+        check_heads(model, [name for name, options in columns if not options.get("gather_output")], ctx.size)
     _check_equal(model, asked, ctx)
     layers = {}
     for name, (style, options) in styles.items():

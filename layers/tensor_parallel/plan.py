@@ -89,8 +89,8 @@ def apply(
             taken = {id(target) for _, target, each in given if not isinstance(each, PREPARE)}
             rest = [(path, each) for path, each in Replicated.owners(module) if id(each) not in taken]
             given += [(path, each, Replicated()) for path, each in rest if reads_its_parameters(each)]
-        columns = [path for path, _, each in given if isinstance(each, ColwiseParallel) and _is_split(each)]
-        check_heads(module, columns, ctx.size)
+        columns = [(path, each) for path, _, each in given if isinstance(each, ColwiseParallel)]
+        check_heads(module, [path for path, each in columns if each.output_layouts[0].is_shard()], ctx.size)
         for path, target, each in given:
             if isinstance(each, Style):
                 each.check(path, target, ctx.size)
@@ -198,17 +198,10 @@ def _peft(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
     return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
 
 
-_QKV, _GATED = "queries, keys and values", "gate and up-projection"
-
-
 def text_config(model: nn.Module):
     """model.config, where a model of transformers has one, that of its language model."""
     config = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _is_split(column: ColwiseParallel) -> bool:
-    return column.output_layouts[0].is_shard()
 
 
 def check_heads(model: nn.Module, split: list[str], ranks: int):
@@ -217,15 +210,16 @@ def check_heads(model: nn.Module, split: list[str], ranks: int):
 
     split: names of the layers of which each rank has some of the features, and returns these.
     """
-    config = text_config(model)
-    stacked = {"c_attn": _QKV}
+    config, stacked = text_config(model), {"c_attn": "queries, keys and values"}
     if hasattr(config, "model_type"):  # of transformers, whose models take whole parts of the output
-        stacked |= {"Wqkv": _QKV, "gate_up_proj": _GATED, "Wi": _GATED, "input_linear": _GATED}
+        stacked["Wqkv"] = stacked["c_attn"]
+        stacked |= dict.fromkeys(("gate_up_proj", "Wi", "input_linear"), "gate and up-projection")
     for name in split:
         if (what := stacked.get(name.rpartition(".")[2])) is not None:
             raise ValueError(
                 f"parallelize: {name!r} is {what} in one, which are taken apart by their whole sizes; give it "
-                f"'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
+                f"'colwise_gather_output' and the projection behind it 'rowwise_split_input' (in Megatron's vocabulary "
+                f"gather_output=True and input_is_parallel=False)"
             )
     split = [name for name in split if "att" in name.lower()]
     heads = getattr(config, "num_attention_heads", None)
