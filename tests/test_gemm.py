@@ -113,7 +113,7 @@ def test_results_come_in_fp32_where_asked(dtype):
     want = matmul_reference(x, w)
     assert torch.equal(matmul(x, w, out_dtype=torch.float32), want.float())
     assert torch.equal(matmul(x, w), want.to(dtype))
-    with pytest.raises(TypeError, match="out_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
+    with pytest.raises(TypeError, match="out_dtype=torch.float64 must be .*, the operands' dtype(, or float32)?$"):
         matmul(x, w, out_dtype=torch.float64)
 
 
@@ -209,8 +209,6 @@ X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE)
 @pytest.mark.parametrize(
     "operands, error, message",
     [
-        ((X[:, ::2], W[:, ::2]), ValueError, r"matmul: x has strides \(8, 2\), neither of which is 1; .*x.contiguous"),
-        ((X[:, :4], W[:, ::2]), ValueError, r"matmul: w has strides \(8, 2\), neither of which is 1; .*w.contiguous"),
         ((X, W[0]), ValueError, r"matmul: w must be a matrix, but has shape \(8,\)"),
         ((X, W[None]), ValueError, r"matmul: w must be a matrix, but has shape \(1, 6, 8\)"),
         ((X, W.t()), ValueError, r"x is \(4, 8\) and w is \(8, 6\), but K, .* must match .*pass w.t\(\) for \[K, N\]"),

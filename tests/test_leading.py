@@ -131,6 +131,10 @@ def test_all_gather_matmul_and_matmul_reduce_scatter_refuse_a_dimension_that_is_
         for sizes, dim in (((4,), 1), ((4,), -1), ((2, 4), 2), ((2, 4), 3), ((2, 4), -4), ((), 0)):
             with pytest.raises(ValueError, match=rf"^{name}: x is .*, but must be .*{option}={dim} one of its leading"):
                 getattr(tkernels, name)(torch.zeros(*sizes, K, device=ctx.device), w, ctx=ctx, **{option: dim})
+        for x in (torch.zeros(4, K, device=ctx.device), torch.zeros(4, 4, K, device=ctx.device)):
+            for dim in ("M", None, 0.5):
+                with pytest.raises(TypeError, match=f"^{name}: {option}={dim!r} must be a whole number"):
+                    getattr(tkernels, name)(x, w, **{option: dim}, ctx=ctx)
     with pytest.raises(ValueError, match=r"matmul_reduce_scatter: M=3 rows don't divide by 2 ranks; pass rows=split"):
         tkernels.matmul_reduce_scatter(torch.zeros(2, 3, K, device=ctx.device), w, scatter_dim=1, ctx=ctx)
     with pytest.raises(ValueError, match=r"^matmul: x is \(\), but must be \[..., K\]"):

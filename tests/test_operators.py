@@ -282,6 +282,40 @@ def test_an_expanded_gradient_is_taken(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["fused", "plain"])
+def test_operands_of_any_strides_are_taken_forward_and_backward(ctx, path):
+    """Of which no stride is 1, or one is 0: every second column, expanded numbers, one row or column of a table."""
+
+    def of(way: str, rows: int, seed: int):
+        if way == "expanded":
+            return torch.tensor([[float(seed % 5)]], dtype=torch.bfloat16, device=ctx.device).expand(rows, 16)
+        depth = 1 if way == "one column" else 16
+        table = integers((rows, 2 * depth + 2, 3), torch.bfloat16, seed, device=ctx.device)
+        return table[:, 2::2, 1]
+
+    calls = {
+        "matmul": lambda x, w: tkernels.matmul(x, w),
+        "all_gather_matmul": lambda x, w: tkernels.all_gather_matmul(x, w, path=path, ctx=ctx),
+        "several": lambda x, w: tkernels.all_gather_matmul(x, [w, w], path=path, ctx=ctx)[1],
+        "matmul_reduce_scatter": lambda x, w: tkernels.matmul_reduce_scatter(x, w, path=path, ctx=ctx),
+        "matmul_all_reduce": lambda x, w: tkernels.matmul_all_reduce(x, w, path=path, ctx=ctx),
+    }
+    for way, rows in (("every second", 8), ("every second", 2), ("one column", 8), ("expanded", 8)):
+        x, w = of(way, rows, ctx.rank), of(way, 6, 7 + ctx.rank)
+        assert 1 not in x.stride() or 0 in x.stride()
+        for name, call in calls.items():
+            got, want = [], []
+            for found, operands in ((got, (x, w)), (want, (x.clone().contiguous(), w.clone().contiguous()))):
+                leaves = [each.detach().requires_grad_() for each in operands]
+                y = call(*leaves)
+                y.backward(integers(tuple(y.shape), y.dtype, 3, device=ctx.device))
+                found += [y.detach(), *(leaf.grad for leaf in leaves)]
+            for one, other in zip(got, want, strict=True):
+                assert torch.equal(one, other), (way, name)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
 def test_only_the_gradients_that_are_wanted_are_computed(ctx):
     rows = (4, 3)
     whole = Whole(ctx, torch.float32, rows, make=integers)
@@ -701,6 +735,38 @@ def test_every_product_with_options_that_no_operator_has_refuses_a_gradient_and_
             call(x, w, out=3)
     with pytest.raises(ValueError, match="return_gathered= of a tensor or .borrowed. have no gradient"):
         tkernels.all_gather_matmul(x.requires_grad_(), w, return_gathered="borrowed", ctx=ctx)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_that_has_saved_what_out_held_before_is_refused_whatever_fills_it(ctx):
+    x, w = (integers((8, 16), torch.bfloat16, seed, device=ctx.device) for seed in (ctx.rank, 7))
+    rows = ctx.rank * 4, ctx.rank * 4 + 4
+    gathers = functools.partial(tkernels.all_gather_matmul, ctx=ctx)
+    operators = torch.ops.tkernels
+    fills = {
+        "matmul": ((8, 8), lambda out: tkernels.matmul(x, w, out=out)),
+        "matmul of leading dimensions": ((2, 4, 8), lambda out: tkernels.matmul(x.view(2, 4, 16), w, out=out)),
+        "all_gather_matmul": ((16, 8), lambda out: gathers(x, w, out=out)),
+        "all_gather_matmul: return_gathered": ((16, 16), lambda out: gathers(x, w, return_gathered=out)),
+        "matmul_reduce_scatter": ((4, 8), lambda out: tkernels.matmul_reduce_scatter(x, w, out=out, ctx=ctx)),
+        "all_gather": ((16, 16), lambda out: tkernels.all_gather(x, out=out, ctx=ctx)),
+        "all_gather in place": ((8, 16), lambda out: tkernels.all_gather(out[slice(*rows)], out=out, ctx=ctx)),
+        "reduce_scatter": ((4, 16), lambda out: tkernels.reduce_scatter(x, out=out, ctx=ctx)),
+        "all_reduce": ((8, 16), lambda out: tkernels.all_reduce(x, out=out, ctx=ctx)),
+        "the operator": ((8, 16), lambda out: operators.all_reduce_out(x, ctx.name, out=out)),
+    }
+    for name, (shape, fill) in fills.items():
+        scale = torch.ones((), dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+        saved = torch.ones(shape, dtype=torch.bfloat16, device=ctx.device)
+        y = scale * saved
+        before = saved._version
+        fill(saved)
+        assert saved._version > before, name
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        with torch.inference_mode():
+            fill(torch.empty(shape, dtype=torch.bfloat16, device=ctx.device))  # counts nothing, and is no error
     ctx.check()
 
 

@@ -31,7 +31,23 @@ def register(schema: str, implementation, fake, backward=None, setup_context=Non
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
-    return getattr(torch.ops.tkernels, name).default
+    registered = getattr(torch.ops.tkernels, name).default
+    if registered._schema.is_mutable:
+
+        def count(keys, *arguments, out):
+            count_writes(out)
+            return registered.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments, out=out)
+
+        _library.impl(name, count, "ADInplaceOrView", with_keyset=True)
+    return registered
+
+
+def count_writes(*tensors: torch.Tensor | None):
+    """Have torch count the writes to the tensors, so that it refuses a backward that has saved what they held before.
+
+    Torch's own functions count theirs; a kernel's, torch doesn't see.
+    """
+    torch.autograd.graph.increment_version([each for each in tensors if each is not None])
 
 
 def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, setup_context=None, direct=None):
@@ -101,7 +117,10 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
             return registered(*arguments, **out)
         if wants_gradient(*tensors):
             return apply(*arguments)
-        return direct(*arguments, **out)
+        result = direct(*arguments, **out)
+        if out:
+            count_writes(*out.values())
+        return result
 
     return call
 
@@ -138,15 +157,17 @@ def apply_transformed(name: str, function: type[torch.autograd.Function], *argum
     return torch.compiler.disable(function.apply)(*arguments)
 
 
-def untraced(function):
+def untraced(function, *outs: torch.Tensor | None):
     """function(), also in compiled code, whose graph breaks here: a trace can't look into what no operator stands for.
 
-    With fullgraph=True torch.compile refuses it, with this reason.
+    With fullgraph=True torch.compile refuses it, with this reason. outs: what the caller gave it to fill.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=UNTRACED)
-        return torch.compiler.disable(function)()
-    return function()
+        return torch.compiler.disable(untraced)(function, *outs)
+    result = function()
+    count_writes(*outs)
+    return result
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
                 f"there is no operation {arguments.operation!r}; there are {', '.join(model.FUSED)}, all, and matmul"
             )
         if len(found) != 1:
-            raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join(GPUS)}")
+            raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join([gpu.name for gpu in found] or GPUS)}")
         if arguments.ranks == 1 and arguments.operation != "matmul":
             raise ValueError("one rank multiplies alone: there is nothing to overlap; give --ranks of 2 or more")
         operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
-        asked = shapes.find(operations, arguments.shape.split(","))
+        asked = shapes.find(operations, arguments.shape.split(","), run=False)
         found[0].rate(dtype)
         for operation, named in asked.items():
             ranks = 1 if operation == "matmul" else arguments.ranks

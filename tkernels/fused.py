@@ -5,6 +5,7 @@ communication; the path is chosen, and then the plain one or the fused kernel is
 what each step is for it.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
-from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, staging
+from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, prepare_strided, staging
 from tkernels.gpus import stages_rows
 from tkernels.leading import ROWS_FIRST
 from tkernels.overlap import check_mapped
@@ -59,8 +60,12 @@ class FusedCall(NamedTuple):
         dim, *others = map(int, self.leading)
         return {option: dim, "sizes beside it": tuple(others)}
 
-    def prepare(self, ctx: Context, x, w, bias, *results):
+    def prepare(self, ctx: Context, *tensors):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
+        return prepare_strided(functools.partial(self.prepare_path, ctx), *tensors)
+
+    def prepare_path(self, ctx: Context, x, w, bias, *results):
+        """`prepare`, of operands with a unit stride."""
         scales = results[-1] if isinstance(results[-1], Scales) else None
         check_type(f"{self.operation}: config", self.config, OverlapConfig | None, "an OverlapConfig or None")
         check_operands(self.operation, x, w, bias, self.activation, ctx.device, scales)

@@ -29,7 +29,7 @@ from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
 from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
-from tkernels.staging import SECTOR, Rows, in_rows
+from tkernels.staging import SECTOR, Rows, in_rows, with_unit_stride
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
@@ -424,10 +424,6 @@ def check_operands(
     for label, matrix in (("x", x), ("w", w)):
         if matrix.dim() != 2:
             raise ValueError(f"{name}: {label} must be a matrix, but has shape {tuple(matrix.shape)}")
-        if 1 not in matrix.stride() and matrix.numel() > 0:
-            raise ValueError(
-                f"{name}: {label} has strides {matrix.stride()}, neither of which is 1; pass {label}.contiguous()"
-            )
         check_resolved(name, label, matrix)
         if matrix.device != device:
             raise ValueError(f"{name}: {label} is on {matrix.device}, but the operation runs on {device}")
@@ -505,8 +501,9 @@ def check_dtype(
         return default
     allowed = fp8 if operands in FP8 else (default,)
     if dtype not in (*allowed, torch.float32):
-        which = " or ".join(map(str, allowed)) if operands in FP8 else f"{default}, the operands' dtype,"
-        raise TypeError(f"{name}: {option}={dtype} must be {which} or float32")
+        which = " or ".join(map(str, allowed)) if operands in FP8 else f"{default}, the operands' dtype"
+        other = "" if torch.float32 in allowed else f"{'' if operands in FP8 else ','} or float32"
+        raise TypeError(f"{name}: {option}={dtype} must be {which}{other}")
     return dtype
 
 
@@ -544,6 +541,17 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (span * tensor.element_size() if tensor.numel() else 0)
 
 
+def prepare_strided(prepare, x: torch.Tensor, w: torch.Tensor, *others):
+    """prepare(x, w, *others), of copies, made in each call, where x or w has no unit stride. See `comm.calls.Call`."""
+    if x is None or w is None:
+        return prepare(x, w, *others)  # and refused there
+    like = with_unit_stride(x), with_unit_stride(w)
+    run = prepare(*like, *others)
+    if like[0] is x and like[1] is w:
+        return run
+    return lambda x, w, *others: run(with_unit_stride(x), with_unit_stride(w), *others)
+
+
 def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
     """The call Matmul(*options) of x, w, bias, out and, of FP8, Scales, which is prepared if none like it has been."""
     return local_calls.call((Matmul, *options), lambda *like: Matmul(*options).prepare(*like), *tensors)
@@ -560,8 +568,12 @@ class Matmul(NamedTuple):
     config: GemmConfig | None = None
     precision: str = "ieee"
 
-    def prepare(self, x, w, bias, out, scales: Scales | None = None):
+    def prepare(self, *tensors):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
+        return prepare_strided(self.prepare_product, *tensors)
+
+    def prepare_product(self, x, w, bias, out, scales: Scales | None = None):
+        """`prepare`, of operands with a unit stride."""
         check_operands("matmul", x, w, bias, self.activation, runtime.device(), scales)
         (M, K), N = x.shape, w.shape[0]
         out_dtype = check_dtype("matmul", "out_dtype", self.out_dtype, x.dtype)

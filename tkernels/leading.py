@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tkernels.comm.arguments import check_dense
+from tkernels.comm.arguments import LARGEST, check_dense, whole
 
 ROWS_FIRST = (0,)  # the `order` of a matrix
 
@@ -24,9 +24,12 @@ class Leading(NamedTuple):
 
     @classmethod
     def of(cls, name: str, x: torch.Tensor, option: str | None = None, dim: int = 0) -> "Leading":
-        """option: names the dimension that is gathered or scattered. Raises ValueError if that isn't a leading one."""
+        """option: names the dimension that is gathered or scattered.
+
+        Raises TypeError if that is no whole number, ValueError if it isn't a leading dimension.
+        """
         check_dense(name, x=x)
-        dims = x.dim()
+        dims, dim = x.dim(), whole(f"{name}: {option}", dim, -LARGEST)
         if dims == 0 or option and not (-dims <= dim < dims - 1 and dim != -1):
             names = f", and {option}={dim} one of its leading dimensions" if option else ""
             raise ValueError(f"{name}: x is {tuple(x.shape)}, but must be [..., K]{names}; the last one is multiplied")

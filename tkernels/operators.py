@@ -88,7 +88,8 @@ def matmul(
     multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. A call with out or config has no
     gradient. Raises ValueError or TypeError.
     Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
-    of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, and for nothing else.
+    of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, of x or w of which no
+    stride is 1, and for nothing else.
 
     FP8: x and w of torch.float8_e4m3fn, or one of them of float8_e5m2, with K contiguous in both and a multiple of 16.
     x_scale, w_scale: fp32, for activation((x @ w.T) * x_scale * w_scale + bias). x_scale is one number, or one a row,
@@ -118,7 +119,7 @@ def matmul(
         check_apart("matmul", out, x=x, w=w, bias=bias, x_scale=x_scale, w_scale=w_scale)
         return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
 
-    return untraced(call)
+    return untraced(call, out)
 
 
 def quantize(
@@ -205,7 +206,8 @@ def all_gather_matmul(
     """Collective. y_shard_n = activation(all_gather(x_shard_m) @ w_shard_n.T + bias).
 
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
-    only if its rows are not contiguous. N/R may differ from rank to rank and be 0.
+    only if its rows are not contiguous, and of weights of which no stride is 1. N/R may differ from rank to rank and
+    be 0.
     In 16 bits, whatever of x_shard_m, w_shard_n and y_shard_n has rows or an address that are no multiples of 16 bytes
     is copied in the call, on GPUs of capability 9.0 and above; a config with use_tma=False reads and writes them where
     they are.
@@ -237,7 +239,7 @@ def all_gather_matmul(
     """
     ctx, shape = as_context(ctx, "all_gather_matmul: ctx"), _shape("all_gather_matmul", x_shard_m)
     lead, leading, given = None, ROWS_FIRST, (out, return_gathered)
-    if gather_dim or len(shape) != 2:
+    if gather_dim != 0 or len(shape) != 2:
         lead = Leading.of("all_gather_matmul", x_shard_m, "gather_dim", gather_dim)
         lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
         x_shard_m, x_scale = lead.matrix(x_shard_m), lead.scale(x_scale)
@@ -276,7 +278,7 @@ def all_gather_matmul(
             call = AllGatherMatmul(*options, leading=leading)
             return ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
 
-        y, *gathered = untraced(call)
+        y, *gathered = untraced(call, out, into)
     gathered = gathered[: 2 if fp8 else 1] if return_gathered else ()
     if lead is not None:
         out, into = given
@@ -330,7 +332,8 @@ def matmul_reduce_scatter(
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum. K/R may
-    differ from rank to rank and be 0. Rows that are no multiples of 16 bytes are copied as all_gather_matmul's.
+    differ from rank to rank and be 0. Operands of which no stride is 1 are copied, and rows that are no multiples of 16
+    bytes as all_gather_matmul's.
 
     scatter_dim: x_shard_k may have any number of leading dimensions, [..., K/R], of which this one is scattered.
         "Rows" then mean it. The result is contiguous; `out` must have that dimension first in memory.
@@ -348,7 +351,7 @@ def matmul_reduce_scatter(
     """
     ctx, shape = as_context(ctx, "matmul_reduce_scatter: ctx"), _shape("matmul_reduce_scatter", x_shard_k)
     x, scale, into, lead = x_shard_k, x_scale, out, None
-    if scatter_dim or len(shape) != 2:
+    if scatter_dim != 0 or len(shape) != 2:
         lead = Leading.of("matmul_reduce_scatter", x, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
         x, scale, into, rows = lead.matrix(x), lead.scale(scale), lead.memory("out", out), lead.rows(lengths)
@@ -412,7 +415,7 @@ def _reduced(
         call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype, leading=leading)
         return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
 
-    return untraced(call)
+    return untraced(call, out)
 
 
 def all_gather(

@@ -106,10 +106,13 @@ def select(op: str, names: list[str]) -> dict[str, Shape]:
     return {name: known[name] for name in names if name in known}
 
 
-def find(operations: list[str], names: list[str], groups: bool = True) -> dict[str, dict[str, Shape]]:
+def find(
+    operations: list[str], names: list[str], groups: bool = True, run: bool = True
+) -> dict[str, dict[str, Shape]]:
     """The shapes of each operation, by name, by group or as MxNxK. A name applies to those operations that have it.
 
-    groups: whether names of groups are accepted. Raises ValueError for a name that none of the operations has.
+    groups: whether names of groups are accepted. run: whether the shapes are to run here, and must be tiny on the
+    simulated runtime. Raises ValueError for a name that none of the operations has.
 
     >>> find(["matmul", "matmul_all_reduce"], ["1x2x3", "rs-b"])
     {'matmul': {'1x2x3': (1, 2, 3)}, 'matmul_all_reduce': {'1x2x3': (1, 2, 3), 'rs-b': (8192, 8192, 10240)}}
@@ -121,7 +124,7 @@ def find(operations: list[str], names: list[str], groups: bool = True) -> dict[s
         if not sizes and (groups or name not in GROUPS):
             here = {operation: select(_table(operation), [name]) for operation in operations}
         if not any(here.values()):
-            raise ValueError(_unknown(operations, name, groups))
+            raise ValueError(_unknown(operations, name, groups, run))
         for operation, shapes in here.items():
             found[operation] |= shapes
     return found
@@ -152,9 +155,9 @@ def _sizes(name: str) -> Shape | None:
     return sizes
 
 
-def _unknown(operations: list[str], name: str, groups: bool) -> str:
+def _unknown(operations: list[str], name: str, groups: bool, run: bool) -> str:
     asked = f"there is no shape {name!r} for {' or '.join(operations)}: give MxNxK, or one of "
-    if runtime.RUNTIME == "simulated":  # it runs only the tiny shapes
+    if run and runtime.RUNTIME == "simulated":  # it runs only the tiny shapes
         return f"{asked}{', '.join(TINY)}; the simulated runtime takes what is as small"
     tables = [_table(operation) for operation in operations]
     # Names of the form MxNxK need not be listed, and those of several operations would be too many.

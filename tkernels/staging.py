@@ -45,6 +45,14 @@ def in_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return matrix.t() if transposed else matrix, transposed
 
 
+def with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a contiguous copy where no stride is 1, as in x[:, ::2], or one is 0, as where it is expanded."""
+    if 1 in matrix.stride() and 0 not in matrix.stride():
+        return matrix
+    # Flattened and back: contiguous() keeps a dimension of size 1 at any stride.
+    return matrix.contiguous().view(-1).view(matrix.shape)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Wide rows for matrices like one: of its shape, `stride` elements apart.

@@ -51,6 +51,7 @@ from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.quantize import Quantize, transpose_quantized
 from tkernels.quantize import dequantize as _dequantize
 from tkernels.quantize import quantize as _quantize
+from tkernels.staging import with_unit_stride
 
 ops = types.SimpleNamespace()  # the functions of the operators
 
@@ -94,16 +95,11 @@ def _none_of(ctx) -> list[None]:
     return [None] * (2 + len(ctx.options))
 
 
-def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
-    # Gradients may arrive expanded (from sum()) or sliced; the kernels need one unit stride.
-    return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
-
-
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b on this rank, of a gradient: by torch, or by `matmul` where that may stage rows that TMA can't take."""
     if transformed() or not PLAIN.issuperset((type(a), type(b))) or not may_stage(a, b):
         return a @ b
-    return ops.matmul(_with_unit_stride(a), _with_unit_stride(b).t(), None, None, None, None)
+    return ops.matmul(a, b.t(), None, None, None, None)
 
 
 class _Replicated(torch.autograd.Function):
@@ -175,7 +171,7 @@ def _gradients_of_gathered(ctx, options, need_x, need_ws, need_biases, dys, dgat
     name, biased, activation, return_gathered, rows, context, path = options
     x, *ws = ctx.saved_tensors
     dys = [_gradient(name, x, dy, activation) for dy in dys]
-    dys = [None if dy is None else _with_unit_stride(dy) for dy in dys]
+    dys = [None if dy is None else with_unit_stride(dy) for dy in dys]  # once: two products read each
     dx, dws = None, [need and dy is not None for need, dy in zip(need_ws, dys, strict=True)]
     x = ops.all_gather(x, rows, context) if any(dws) and not return_gathered else x
     dws = [_product(dy.t(), x) if wanted else None for wanted, dy in zip(dws, dys, strict=True)]

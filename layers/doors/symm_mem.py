@@ -98,7 +98,7 @@ def _fused_all_gather_matmul(A, Bs, gather_dim, group_name, *, return_A=True):
         torchs = torchs if A.is_cuda else torch_symm_mem._fused_all_gather_matmul_fallback
         return torchs(A, Bs, gather_dim, group_name, return_A=return_A)
     with torch.no_grad():
-        ws = [_weight(B) for B in Bs]
+        ws = [B.t() for B in Bs]
         ys = tkernels.all_gather_matmul(A, ws, None, None, return_A, gather_dim=gather_dim, ctx=ctx)
     return (ys[1], ys[0]) if return_A else (None, ys)
 
@@ -111,7 +111,7 @@ def _fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name):
         torchs = torchs if A.is_cuda else torch_symm_mem._fused_matmul_reduce_scatter_fallback
         return torchs(A, B, reduce_op, scatter_dim, group_name)
     with torch.no_grad():
-        y = tkernels.matmul_reduce_scatter(A, _weight(B), scatter_dim=scatter_dim, ctx=ctx)
+        y = tkernels.matmul_reduce_scatter(A, B.t(), scatter_dim=scatter_dim, ctx=ctx)
         return y.div_(ctx.size) if reduce_op == "avg" else y
 
 
@@ -222,8 +222,3 @@ def _context(
         return ctx
     log_once(f"symm_mem.{name} is torch's own in a call, as {reason}")
     return None
-
-
-def _weight(B: torch.Tensor) -> torch.Tensor:
-    """B [K, N] as operations take a weight [N, K]: a view, unless neither dimension is dense."""
-    return (B if 1 in B.stride() or B.numel() == 0 else B.contiguous()).t()

@@ -37,23 +37,11 @@ from tkernels.torch_operators import replicated
 
 
 def as_operands(device: str, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """What nn.Linear would take as it is, as this library's operators take it.
-
-    In autocast's dtype, which changes none of these operators; and copied, if a matrix is contiguous along neither
-    dimension, or another tensor not along its last one.
-    """
+    """The tensors in autocast's dtype, as nn.Linear takes them, which changes none of this library's operators."""
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         tensors = [each if each is None else each.to(dtype) for each in tensors]
-    return tuple(each if each is None or 1 in _ends(each) else _contiguous(each) for each in tensors)
-
-
-def _ends(x: torch.Tensor) -> tuple[int, ...]:
-    return x.stride() if x.dim() == 2 else x.stride()[-1:]
-
-
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps dimensions of size 1 at any stride
+    return tuple(tensors)
 
 
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:

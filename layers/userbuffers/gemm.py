@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.configs import FP8
+from tkernels.dispatch import count_writes
 from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory, values
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType
@@ -187,6 +188,7 @@ def general_gemm(
         value = out.copy_(value)
     if filled is not None and filled is not value:
         filled.copy_(value)
+    count_writes(out, extra_output)
     bias_grad = values(value if gelu else gathered).sum(0) if asked else None
     return value if quantization_params is None else quantization_params(value), bias_grad, gelu_input, extra_output
 
