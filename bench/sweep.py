@@ -29,9 +29,10 @@ from bench.records import FUSED, geometric_mean
 from bench.run import ACCUMS, CASE_TIMEOUT_S, Report, open_ranks, reported
 from bench.sweep_rank import compile_problems, measure_problem
 from tkernels import shapes
+from tkernels.activations import ACTIVATIONS
 from tkernels.cli import count, file_to_write
 from tkernels.configs import result_dtype
-from tkernels.gemm import ACTIVATIONS, precision
+from tkernels.gemm import precision
 from tkernels.gpus import H200
 
 LAYOUTS = ("TN", "NN", "NT", "TT")

@@ -10,10 +10,11 @@ from bench.baselines import gathering, multiplication
 from bench.compile import compile_ahead
 from bench.harness import usable_baselines, wrong
 from bench.problem import Case, Problem, as_bytes, dequantized
+from tkernels.activations import activation_reference
 from tkernels.choice import product_way
 from tkernels.comm.context import Context
 from tkernels.configs import FP8, result_dtype
-from tkernels.gemm import activation_reference, alignment_of, problem_of_product
+from tkernels.gemm import alignment_of, problem_of_product
 from tkernels.library import in_precision
 from tkernels.model import LIBRARY
 from tkernels.paths import choose_path

@@ -23,11 +23,12 @@ from transports import (
 
 import tkernels
 from tkernels import choice
+from tkernels.activations import ACTIVATIONS
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import ACTIVATIONS, DTYPES
+from tkernels.gemm import DTYPES
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 # (rows of each rank, N on each rank, K)

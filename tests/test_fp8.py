@@ -16,10 +16,10 @@ from transports import (
 
 import tkernels
 from tkernels import library
+from tkernels.activations import ACTIVATIONS, activation_reference
 from tkernels.choice import product_way
 from tkernels.comm import runtime
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
-from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.model import Problem, candidates, choose, predict, reject, ways
 from tkernels.partials import elements_of, with_scaled_slices
 from tkernels.rounding import tolerance

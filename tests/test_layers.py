@@ -200,7 +200,7 @@ def test_parallel_mlp_applies_its_activation(ctx, activation):
         gate, up = h.chunk(2, -1)
         h = nn.functional.silu(gate) * up
     else:
-        h = tkernels.gemm.activation_reference(h, activation)
+        h = tkernels.activations.activation_reference(h, activation)
     want = rounded.fc2(h)
     terms = hidden + ffn_hidden + 2
     # swiglu multiplies two values of order 1, at most 4 in a sample of this size: so much may an error of either grow

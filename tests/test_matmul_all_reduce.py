@@ -18,9 +18,10 @@ from transports import (
 )
 
 import tkernels
+from tkernels.activations import ACTIVATIONS
 from tkernels.comm import interpreter
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import ACTIVATIONS, DTYPES
+from tkernels.gemm import DTYPES
 from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference
 from tkernels.testing.compare import assert_close_to, integers, normal
 

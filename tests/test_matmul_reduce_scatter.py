@@ -23,10 +23,11 @@ from transports import (
 )
 
 import tkernels
+from tkernels.activations import ACTIVATIONS
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import ACTIVATIONS, DTYPES
+from tkernels.gemm import DTYPES
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference, own_group
 from tkernels.testing.compare import assert_close_to, integers, normal
 

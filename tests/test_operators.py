@@ -14,9 +14,10 @@ from transports import every_path, launches, multiplied_by
 
 import tkernels
 import tkernels.operators
+from tkernels.activations import activation_reference
 from tkernels.comm import Context, TkernelsError
 from tkernels.comm.collectives import split_rows
-from tkernels.gemm import DTYPES, activation_reference
+from tkernels.gemm import DTYPES
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 OPS = torch.ops.tkernels

@@ -11,11 +11,11 @@ from transports import launches
 
 import tkernels
 import tkernels.operators
+from tkernels.activations import ACTIVATIONS, activation_reference
 from tkernels.comm import runtime
 from tkernels.comm.calls import LocalCalls
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
-from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.quantize import LEAST, quantize_reference, transpose_quantized, transpose_reference
 from tkernels.testing.compare import normal, poison
 

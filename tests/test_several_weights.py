@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transports import every_path, launches
 
 import tkernels
+from tkernels.activations import activation_reference
 from tkernels.comm.collectives import split_rows
-from tkernels.gemm import DTYPES, activation_reference
+from tkernels.gemm import DTYPES
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 K, FEATURES = 6, (7, 3, 5)  # of the weights on each rank

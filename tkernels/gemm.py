@@ -11,7 +11,6 @@ contiguous in both, in rows of whole 16 bytes: of transposed ones Triton loads o
 the speed or less.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tkernels.activations import ACTIVATIONS, activate, activate_in_place, activation_reference
 from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_dense, check_out, check_resolved, check_tensors, check_type
@@ -27,11 +27,9 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
-from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
+from tkernels.library import multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, Rows, in_rows, with_unit_stride
-
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
 class Matrix(NamedTuple):
@@ -181,21 +179,6 @@ def scaled(value, scales, row, num_rows, column, N, ROWS: tl.constexpr, COLUMNS:
         value *= tl.load(at, mask=rows < num_rows, other=0.0)[:, None]
         columns = column + tl.arange(0, COLUMNS)
         value *= tl.load(scales.w + columns * T.W_SCALE_STRIDE, mask=columns < N, other=0.0)[None, :]
-    return value
-
-
-@triton.jit
-def activate(value, ACTIVATION: tl.constexpr):
-    """Apply an activation to an fp32 tile; ACTIVATION is a number of ACTIVATIONS."""
-    if ACTIVATION == 1:
-        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)  # by default NaN becomes 0, unlike torch
-    elif ACTIVATION == 2:
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
-    elif ACTIVATION == 3:
-        # tanh(u) = 2 sigmoid(2u) - 1, u = sqrt(2 / pi) (value + 0.044715 value^3)
-        value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
-    elif ACTIVATION == 4:
-        value = value * tl.sigmoid(value)
     return value
 
 
@@ -678,19 +661,6 @@ def plan_finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str 
 def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:
     """Zeros in place of an operand without columns: kernels store a tile after its last step along K."""
     return matrix.new_zeros((matrix.shape[0], 16))
-
-
-def activation_reference(value: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """The activation of `activate` in torch, differentiable."""
-    if activation is None:
-        return value
-    functional = torch.nn.functional
-    return {
-        "relu": functional.relu,
-        "gelu": functional.gelu,
-        "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
-        "silu": functional.silu,
-    }[activation](value)
 
 
 def matmul_reference(x, w, bias=None, activation=None) -> torch.Tensor:

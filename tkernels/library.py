@@ -78,17 +78,6 @@ def _multiply_alike(out, x, w, bias):
         torch.addmm(bias, x, w.t(), out=out)
 
 
-def activate_in_place(y: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """Apply an activation of gemm.ACTIVATIONS to y, and return it."""
-    if activation == "relu":
-        y.relu_()
-    elif activation == "silu":
-        torch.nn.functional.silu(y, inplace=True)
-    elif activation is not None:
-        torch.ops.aten.gelu_(y, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return y
-
-
 @contextlib.contextmanager
 def in_precision(precision: str):
     """In the block, torch multiplies fp32 matrices in that precision on GPUs."""

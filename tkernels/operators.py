@@ -2,13 +2,14 @@
 
 import torch
 
+from tkernels.activations import ACTIVATIONS, activation_reference
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import collectives
 from tkernels.comm.arguments import check_dense, check_tensors
 from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, untraced, wants_gradient
-from tkernels.gemm import ACTIVATIONS, Scales, activation_reference, check_apart, multiply, precision
+from tkernels.gemm import Scales, check_apart, multiply, precision
 from tkernels.leading import ROWS_FIRST, Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter

@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.activations import ACTIVATIONS, activate, activation_reference
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_resolved
 from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
-from tkernels.gemm import ACTIVATIONS, activate, activation_reference
 
 SCALES = ("row", "tensor")
 LONGEST_ROW = 32768  # that a program holds: 32 elements of each of 1024 threads, without spills

@@ -24,7 +24,7 @@ def tolerance(dtype: torch.dtype, terms: int, roundings: int = 1, scale: float =
       partial sum, no larger than about scale * sqrt(n), which may cancel later, so it adds to atol: independent errors
       with a standard deviation of eps / 2 / sqrt(3) of the partial sum, of which six are allowed.
 
-    A bias is one more term. An activation of slope at most 1.13 (all of gemm.ACTIVATIONS) fits into the first item.
+    A bias is one more term. An activation of slope at most 1.13 (all of ACTIVATIONS) fits into the first item.
     """
     half_ulp = torch.finfo(dtype).eps / 2
     accumulation = 2.0**-24 * scale * (8 * terms + terms**1.5 / 4)

@@ -5,7 +5,7 @@
 
 import torch
 
-from tkernels.gemm import ACTIVATIONS, activation_reference
+from tkernels.activations import ACTIVATIONS, activation_reference
 
 KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
 GATES = {"swiglu": "silu"}  # the activation of the gate
