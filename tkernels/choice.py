@@ -91,7 +91,7 @@ def gemm_config(
     key = (M, N, K, dtype, layout, stored, gpu, precision)
     if key not in known:
         config = known.found("matmul", M, N, K, dtype, layout, precision)
-        config = config or model.default_config(M, N, dtype, layout != "pointers", gpu)
+        config = config or model.default_config(M, N, dtype, layout != "pointers", gpu, alone=True)
         config = configs.for_precision(config, precision)
         if stored is not None and stored.itemsize > configs.result_dtype(dtype).itemsize:
             config = replace(config, num_stages=min(config.num_stages, 3))

@@ -289,7 +289,8 @@ class _Search:
         if job.operation == "matmul":
             self.problem = replace(self.problem, ranks=1, programs=runtime.default_programs())
             M, N, _ = job.local(ctx.size)
-            self.default = configs.for_precision(model.default_config(M, N, job.dtype, self.problem.tma), job.precision)
+            by_rule = model.default_config(M, N, job.dtype, self.problem.tma, alone=True)
+            self.default = configs.for_precision(by_rule, job.precision)
         else:
             self.default = configs.with_room_for(model.choose(usual), result_dtype(job.dtype), job.dtype, job.precision)
 
