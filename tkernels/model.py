@@ -72,8 +72,8 @@ REGISTERS = 255
 
 # A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise,
 # or with staged operands WORTH_STAGING, as the library's speed differs from size to size there; `fastest` has what
-# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, a program has too little in flight to
-# read memory at more than NARROW_MEMORY of its speed.
+# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, or those of tiles 128, a program has too
+# little in flight to read memory at more than NARROW_MEMORY of its speed.
 WORTH, WORTH_STAGING, SHORT_S, STAGED_S, SHORT_K = 1.02, 0.9, 12e-6, 30e-6, 512
 NARROW, NARROW_MEMORY = 112, 0.8
 
@@ -403,7 +403,7 @@ def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
     tile_s += ACTIVATION_S[problem.activation] * gemm.block_m * gemm.block_n / (128 * 256)
     alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
     if isinstance(config, GemmConfig):
-        if min(problem.M, problem.N) <= NARROW:
+        if min(problem.M, problem.N) <= NARROW or gemm.block_n <= 128:
             alone_s = max(alone_s, problem.least_s / NARROW_MEMORY)
         return Prediction(LIBRARY_S + alone_s, LIBRARY_S, alone_s, 0.0)
     launch = _Launch(problem, config, tile_s)
