@@ -42,8 +42,7 @@ def multiply_scaled_into(
         _multiply_on_host(out, x, w, bias, x_scale.reshape(-1, 1), w_scale.reshape(1, -1))
         return True
     if x_scale.numel() > 1 or w_scale.numel() > 1:  # torch takes either one for each operand, or one a row of each
-        x_scale = x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
-        w_scale = w_scale.reshape(1, -1).expand(1, w.shape[0]).contiguous()
+        x_scale, w_scale = _spread(x_scale, (x.shape[0], 1)), _spread(w_scale, (1, w.shape[0]))
     multiply = functools.partial(
         torch._scaled_mm, x, w.t(), x_scale, w_scale, out_dtype=out.dtype, use_fast_accum=precision != "promoted",
         out=out,
@@ -56,6 +55,13 @@ def multiply_scaled_into(
         multiply()
         return False
     return True
+
+
+def _spread(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """One scale, or one a row, as a contiguous tensor of that shape; itself if it is one."""
+    if scale.shape == shape and scale.is_contiguous():
+        return scale
+    return (scale.reshape(shape) if scale.numel() == max(shape) else scale.reshape(1, 1).expand(shape)).contiguous()
 
 
 def _on_host(x: torch.Tensor) -> bool:

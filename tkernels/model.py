@@ -72,8 +72,8 @@ REGISTERS = 255
 
 # A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise,
 # or with staged operands WORTH_STAGING, as the library's speed differs from size to size there; `fastest` has what
-# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, or those of tiles 128, a program has too
-# little in flight to read memory at more than NARROW_MEMORY of its speed.
+# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, or those of tiles 128, a program has
+# too little in flight to read memory at more than NARROW_MEMORY of its speed.
 WORTH, WORTH_STAGING, SHORT_S, STAGED_S, SHORT_K = 1.02, 0.9, 12e-6, 30e-6, 512
 NARROW, NARROW_MEMORY = 112, 0.8
 

@@ -16,6 +16,10 @@ from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.torch_operators import all_gather_matmuls, ops
 
 SEVERAL = frozenset({list, tuple})  # what weights of one gather come in
+# The tensors of a product, by name.
+LOCAL = "x", "w", "bias", "x_scale", "w_scale", "out"
+GATHER = "x_shard_m", "w_shard_n", "bias", "x_scale", "w_scale", "out", "return_gathered"
+REDUCTION = "x_shard_k", "w_shard_k", "bias", "x_scale", "w_scale", "out"
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
@@ -37,21 +41,25 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     return (None, activation) if wants_gradient(*tensors) else (activation, None)
 
 
-def _check_without_gradient(name: str, tensors: dict):
+def _check_without_gradient(name: str, labels: tuple[str, ...], *tensors: torch.Tensor | None):
     """Check a call of float8 operands, or one with options that torch's operators have no words for.
 
-    Neither has a gradient. tensors: by name; only the first two, x and w, can't be None.
+    Neither has a gradient. labels: the names of the tensors; only x and w can't be None.
     """
-    missing = [label for label in ("x_scale", "w_scale") if tensors[label] is None]
-    fp8 = _is_scaled(next(iter(tensors.values())), tensors["x_scale"], tensors["w_scale"])
+    x, w, _, x_scale, w_scale, *_ = tensors
+    fp8 = _is_scaled(x, x_scale, w_scale)
+    complete = x is not None and w is not None and not (fp8 and (x_scale is None or w_scale is None))
+    if complete and PLAIN.issuperset(map(type, tensors)) and not wants_gradient(*tensors):
+        return
+    missing = [label for label, scale in (("x_scale", x_scale), ("w_scale", w_scale)) if scale is None]
     if fp8 and missing:
         raise TypeError(
             f"{name}: {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: float8 operands come with "
             f"both scales, fp32, for (x @ w.T) * x_scale * w_scale; pass torch.ones(1) where there is nothing to scale"
         )
-    given = enumerate(tensors.items())
+    given = enumerate(zip(labels, tensors, strict=True))
     check_tensors(name, **{label: each for at, (label, each) in given if at < 2 or each is not None})
-    if not wants_gradient(*tensors.values()):
+    if not wants_gradient(*tensors):
         return
     if fp8:
         raise ValueError(
@@ -109,8 +117,7 @@ def matmul(
         return lead.back(y) if out is None else out
     operators = out is config is None
     if not operators or _is_scaled(x, x_scale, w_scale):
-        tensors = {"x": x, "w": w, "bias": bias, "x_scale": x_scale, "w_scale": w_scale, "out": out}
-        _check_without_gradient("matmul", tensors)
+        _check_without_gradient("matmul", LOCAL, x, w, bias, x_scale, w_scale, out)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
         return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, out_dtype, fast_accum), separate)
@@ -251,9 +258,8 @@ def all_gather_matmul(
     operators = out is config is None and not isinstance(return_gathered, str | torch.Tensor)
     into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
     if (not operators or fp8) and not several:
-        operands = {"x_shard_m": x_shard_m, "w_shard_n": w_shard_n, "bias": bias}
-        scales = {"x_scale": x_scale, "w_scale": w_scale}
-        _check_without_gradient("all_gather_matmul", operands | scales | {"out": out, "return_gathered": into})
+        tensors = x_shard_m, w_shard_n, bias, x_scale, w_scale, out, into
+        _check_without_gradient("all_gather_matmul", GATHER, *tensors)
     if several:
         if fp8:
             raise TypeError("all_gather_matmul: float8 operands take one weight, not a list; pass them one by one")
@@ -272,12 +278,15 @@ def all_gather_matmul(
         return_gathered = into is not None or return_gathered
 
         def call():
-            check_apart("all_gather_matmul", out, **operands, **scales, return_gathered=into)
-            check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias, **scales)
+            named = dict(zip(GATHER, tensors, strict=True))
+            del named["out"]
+            check_apart("all_gather_matmul", out, **named)
+            del named["return_gathered"], named["x_shard_m"]  # which may be this rank's rows of it
+            check_apart("all_gather_matmul", into, "return_gathered", **named)
             how = precision(x_shard_m.dtype, fast_accum)
             options = activation, rows, out_dtype, config, path, how, return_gathered
             call = AllGatherMatmul(*options, leading=leading)
-            return ctx.call(call, *operands.values(), out, into, *Scales.given(x_scale, w_scale))
+            return ctx.call(call, x_shard_m, w_shard_n, bias, out, into, *Scales.given(x_scale, w_scale))
 
         y, *gathered = untraced(call, out, into)
     gathered = gathered[: 2 if fp8 else 1] if return_gathered else ()
@@ -402,8 +411,7 @@ def _reduced(
     name, (x, w, bias, x_scale, w_scale, out) = kind.operation, tensors
     operators = out is config is None
     if not operators or _is_scaled(x, x_scale, w_scale):
-        named = dict(zip(("x_shard_k", "w_shard_k", "bias", "x_scale", "w_scale", "out"), tensors, strict=True))
-        _check_without_gradient(name, named)
+        _check_without_gradient(name, REDUCTION, *tensors)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
         options = ctx.name, path, out_dtype, wire_dtype, fast_accum, leading
@@ -411,7 +419,7 @@ def _reduced(
         return activation_reference(getattr(ops, name)(x, w, bias, x_scale, w_scale, fused, *options), separate)
 
     def call():
-        check_apart(name, **named)
+        check_apart(name, **dict(zip(REDUCTION, tensors, strict=True)))
         how = precision(x.dtype, fast_accum)
         call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype, leading=leading)
         return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
