@@ -250,7 +250,9 @@ def test_matmul_refuses_by_name_what_it_does_not_take():
 
 
 @pytest.mark.parametrize("changes, way, tiles", [
-    ({}, "kernel", (128, 256, 128)),
+    ({}, "library", None),
+    ({"M": 2048, "N": 12288, "K": 24576}, "kernel", (128, 256, 128)),
+    ({"activation": "silu", "separate": True}, "kernel", (128, 256, 128)),
     ({"precision": "promoted"}, "library", None),
     ({"N": 8200, "library": False, "staged": ()}, "kernel", (128, 256, 128)),
     ({"N": 8200, "library": False, "staged": (), "precision": "promoted"}, "kernel", (128, 128, 128)),

@@ -366,7 +366,7 @@ def test_fastest_is_the_kernel_sooner_with_an_epilogue_that_the_library_takes_a_
     plain = predict_library(problem).gemm
     for stored, itemsize in ((None, 2), (BF16, 2), (FP32, 4)):
         passed = predict_library(replace(problem, separate=True, stored=stored)).gemm
-        assert passed - plain == pytest.approx(2e-6 + 2 * itemsize * 3072 * 2560 / H200.memory)
+        assert passed - plain == pytest.approx(2e-6 + 2 * itemsize * 3072 * 2560 / (0.75 * H200.memory))
     # Those of a sweep on an H100: what our kernel took beside torch's two launches.
     for M, N, K, layout, activation, way in [
         (25920, 16704, 4416, "TN", "relu", "kernel"),

@@ -87,7 +87,8 @@ class GPU:
         return self.tile_at(self.rate(dtype), gemm.block_m, gemm.block_n, K, dtype)
 
     def tile_at(
-        self, flops: float, block_m: int, block_n: int, K: int, dtype: torch.dtype, sectors: bool = True
+        self, flops: float, block_m: int, block_n: int, K: int, dtype: torch.dtype, sectors: bool = True,
+        end_s: float = TILE_END_S,
     ) -> float:  # fmt: skip
         """The same of any tile, where all SMs reach that many FLOP/s: small ones wait for their operands, out of L2.
 
@@ -95,7 +96,7 @@ class GPU:
         more, and programs wait about twice as long.
         """
         operands_s = (block_m + block_n) * K * dtype.itemsize * self.sms / self.l2 * (1 if sectors else 2)
-        return max(2 * block_m * block_n * K * self.sms / flops, operands_s) + TILE_END_S
+        return max(2 * block_m * block_n * K * self.sms / flops, operands_s) + end_s
 
 
 H200 = GPU("NVIDIA H200")

@@ -41,6 +41,7 @@ KERNEL, STAGED, LIBRARY = "kernel", "staged", "library"  # who multiplies for a 
 LAUNCH_S = 10e-6  # of a fused kernel, whatever its size
 LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the collective, whatever their sizes
 PASS_S = 2e-6  # a launch between others, whatever its size
+PASS_MEMORY = 0.75  # of memory's speed: torch's pass over a result for its activation
 ACTIVATION_S = {None: 0.0, "relu": 0.3e-6, "silu": 2e-6, "gelu_tanh": 2.5e-6, "gelu": 3e-6}  # for a tile of 128 x 256
 SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
 GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
@@ -515,6 +516,7 @@ LIBRARY_TILES = tuple(
     if block_m * block_n <= 128 * 256
 )
 LIBRARY_SPLITS = (1, 2, 4, 8)
+SCALED_END_S = 1.5e-6  # of a tile of FP8, but for the last: it scales one while it multiplies the next, ours don't
 
 
 def predict_library(problem: Problem) -> Prediction:
@@ -522,7 +524,7 @@ def predict_library(problem: Problem) -> Prediction:
     product_s = library_s(problem)
     if problem.separate:
         itemsize = (problem.stored or result_dtype(problem.dtype)).itemsize
-        product_s += PASS_S + 2 * problem.M * problem.N * itemsize / problem.gpu.memory
+        product_s += PASS_S + 2 * problem.M * problem.N * itemsize / (PASS_MEMORY * problem.gpu.memory)
     return Prediction(LIBRARY_S + product_s, LIBRARY_S, product_s, 0.0)
 
 
@@ -557,13 +559,14 @@ def library_s(problem: Problem) -> float:
     gpu, dtype, programs = problem.gpu, problem.dtype, problem.programs
     rate = gpu.library_rate(dtype, problem.precision, 16 if problem.tma else problem.alignment)
     M, N = sorted((problem.M, problem.N))
-    best = math.inf
+    best, end_s = math.inf, SCALED_END_S if dtype in FP8 else TILE_END_S
     for (block_m, block_n), splits in itertools.product(LIBRARY_TILES, LIBRARY_SPLITS):
         for first, second in ((block_m, block_n), (block_n, block_m)):
             tiles = -(-M // first) * -(-N // second)
             if splits == 1 or tiles * splits <= programs:
                 waves = -(-tiles * splits // programs)
-                best = min(best, waves * gpu.tile_at(rate, first, second, -(-problem.K // splits), dtype))
+                wave_s = gpu.tile_at(rate, first, second, -(-problem.K // splits), dtype, end_s=end_s)
+                best = min(best, waves * wave_s + TILE_END_S - end_s)
     return max(best, problem.least_s)
 
 
