@@ -217,6 +217,25 @@ def test_parallelize_splits_conv1d_as_the_linear_that_it_is(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_parallelize_refuses_an_attention_that_views_features_by_the_number_of_all_heads(ctx):
+    """OPT's takes [batch, -1, num_heads, head_dim]: of half the features half as many positions, without a word."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4,
+        max_position_embeddings=32, word_embed_proj_dim=32, dropout=0.0, eos_token_id=None,
+    )  # fmt: skip
+    model, plan = fill(OPTForCausalLM(config).eval()), {"*.[qkv]_proj": "colwise", "*.out_proj": "rowwise"}
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="0.self_attn', OPTAttention, takes .* num_heads=4, all heads, .* have 2"):
+        parallelize(model, plan, ctx)
+    for layer in model.model.decoder.layers:
+        layer.self_attn.num_heads //= ctx.size
+    parallelize(model, plan | {"*.fc1": "colwise", "*.fc2": "rowwise"}, ctx)
+    assert_trains_like(ctx, model, twin)
+
+
+@pytest.mark.ranks(2)
 def test_parallelize_splits_a_linear_of_falcon(ctx):
     from transformers.models.falcon.modeling_falcon import FalconLinear
 

@@ -1,5 +1,7 @@
 """parallelize_module: torch's, except that a plan is refused by name, on every rank, before anything has changed."""
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
@@ -230,6 +232,28 @@ def check_heads(model: nn.Module, split: list[str], ranks: int):
             f"model.config) don't divide by {ranks} ranks; use a number of ranks that divides both, or leave the "
             f"attention out of the plan"
         )
+    if ranks == 1 or getattr(config, "base_model_tp_plan", None):  # a model with a plan of its own counts on it
+        return
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in split):
+        attention = model.get_submodule(path)
+        for name in _heads_in_views(type(attention)):
+            if (number := getattr(attention, name, None)) in (heads, groups) and isinstance(number, int):
+                raise ValueError(
+                    f"parallelize: the forward of {path!r}, {type(attention).__name__}, takes its features apart by "
+                    f"{name}={number}, all heads, of which a rank would have {number // ranks}; set {name} to "
+                    f"that on each such module before, or give what it splits 'colwise_gather_output' and the "
+                    f"projection behind it 'rowwise_split_input'"
+                )
+
+
+def _heads_in_views(kind: type) -> list[str]:
+    """The attributes by which the code of a module views features as heads. Without a size of -1 it has all of them."""
+    try:
+        lines = inspect.getsource(kind).splitlines()
+    except (OSError, TypeError):  # defined where no file is
+        return []
+    viewing = (line for line in lines if "view(" in line or "reshape(" in line)
+    return list(dict.fromkeys(name for line in viewing for name in re.findall(r"self\.(\w*heads?)\b", line)))
 
 
 def _placement(each: ParallelStyle, module: nn.Module, name: str) -> Placement | None:
