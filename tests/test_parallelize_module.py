@@ -2,6 +2,7 @@
 
 import copy
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -393,6 +394,23 @@ def test_rowwise_parallel_splits_an_embedding_by_its_vocabulary(ctx):
         for outside in (-1, 9):
             with pytest.raises(IndexError, match="index out of range"):
                 module(batch.clone().fill_(outside))
+
+
+@pytest.mark.ranks(2)
+def test_rowwise_parallel_names_ranks_that_look_up_other_tokens(ctx):
+    """Each would find what it has: the sums are the same on both, and so is every gradient behind them."""
+    module = parallelize_module(nn.Embedding(9, 4).to(ctx.device), tp_mesh(ctx), RowwiseParallel())
+    same = torch.tensor([[1, 8, 3]], device=ctx.device)
+    with tkernels.init(tp_mesh(ctx), default=False):
+        with pytest.raises(tkernels.MismatchError, match=r"look up other tokens \(rank 0 \[1, 3\], rank 1 \[1, 3\]\)"):
+            module(same + torch.tensor([0, 0, ctx.rank], device=ctx.device))
+        with pytest.raises(tkernels.MismatchError, match=r"rank 0 \[1, 1\], rank 1 \[1, 2\]"):
+            module(same[:, : ctx.rank + 1])
+        want = module(same)
+        assert torch.equal(module(same), want)
+        meetings = []
+        with mock.patch.object(type(ctx.group), "gather", lambda *given: meetings.append(given)):
+            assert torch.equal(module(same), want) and not meetings
 
 
 @pytest.mark.ranks(2)

@@ -5,6 +5,7 @@ They get local tensors or DTensors and give either, compute on local tensors, an
 
 import dataclasses
 import functools
+import zlib
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 import tkernels
-from tkernels.comm import find_context
+from tkernels.comm import Context, MismatchError, find_context
 from tkernels.comm.arguments import check_dense
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
 from tkernels.layers.tensor_parallel.float8 import Float8, MultipliesInFloat8
@@ -197,15 +198,20 @@ class RowwiseEmbedding(ParallelModule):
     """What RowwiseParallel makes of an nn.Embedding: split by the vocabulary. Collective: forward and backward.
 
     (torch's own gives a weight of Shard(0) a gradient of Replicate: the whole vocabulary's, on every rank.)
+
+    The first forward that isn't traced or captured compares the tokens. Ranks with other ones would each look up what
+    they have, and all go on with the same sums, of nobody's batch; no gradient would differ later.
     """
 
     kind = "Rowwise"
+    _compared = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self._check_input(tokens)
         layout = self._layout
         ctx = find_context(layout.context)
         tokens, _, _ = layout.enter(tokens, Replicate(), Placement.is_replicate)
+        self._compare(tokens, ctx)
         weight, sizes = local(self.weight), chunk_sizes(self.num_embeddings, ctx.size)
         start, own = sum(sizes[: ctx.rank]), sizes[ctx.rank]
         self._check_part(len(weight), self.num_embeddings)
@@ -221,6 +227,21 @@ class RowwiseEmbedding(ParallelModule):
             part = tkernels.reduce_scatter(y.movedim(output.dim, 0).contiguous(), rows=parts, ctx=ctx)
             return layout.leave(part.movedim(0, output.dim), output, y.shape)
         return layout.leave(tkernels.all_reduce(y, ctx=ctx), Replicate(), y.shape)
+
+    def _compare(self, tokens: torch.Tensor, ctx: Context):
+        """Collective, once. Raises MismatchError, on every rank, where ranks have other tokens."""
+        if self._compared or type(tokens) is not torch.Tensor or tokens.is_meta:
+            return
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or ctx.capturing:
+            return
+        given = ctx.group.gather((tuple(tokens.shape), zlib.crc32(tokens.cpu().numpy().tobytes())))
+        if len(set(given)) > 1:
+            shapes = ", ".join(f"rank {rank} {list(shape)}" for rank, (shape, _) in enumerate(given))
+            raise MismatchError(
+                f"{type(self).__name__}: ranks that share a model look up other tokens ({shapes}); give the ranks of "
+                f"one tensor-parallel group the same batch, by a sampler that counts data-parallel ranks alone"
+            )
+        self._compared = True
 
 
 class SequenceModule(ParallelModule):
