@@ -255,7 +255,8 @@ def test_parallelize_splits_a_linear_of_falcon(ctx):
 @pytest.mark.ranks(2)
 def test_parallelize_names_the_norms_over_heads_that_a_plan_for_qwen3_forgets(ctx):
     model = parallelize(make("Qwen3"), ATTENTION | MLP, ctx).to(ctx.device)
-    with pytest.raises(MismatchError, match="k_norm.*replicated_with_grad_allreduce"):
+    each = r"'\*.{}': 'replicated_with_grad_allreduce'"
+    with pytest.raises(MismatchError, match=r"plan \| \{" + f"{each.format('[kq]_norm')}, {each.format('[kq]_norm')}"):
         run(model, ctx.device)
 
 

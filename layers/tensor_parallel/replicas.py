@@ -276,16 +276,16 @@ class ReplicaCheck:
                 f"copy_to_tensor_model_parallel_region where it is read elsewhere"
             )
         if differing:
-            path = differing[0].rpartition(".")[0]
-            last = path.rpartition(".")[2]
-            pattern = path if last.isdigit() or last == path else f"*.{last}"
+            patterns = dict.fromkeys(map(_pattern, differing))
+            more = ", ".join(f"{pattern!r}: {GRAD_ALLREDUCE!r}" for pattern in list(patterns)[:4])
             raise MismatchError(
                 f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
                 f"would drift apart. Where each rank uses a parameter for its own features or rows (a norm over heads, "
                 f"between a column and a row layer), give its module a style in the plan that sums the gradient: "
-                f"{{{pattern!r}: {GRAD_ALLREDUCE!r}}}, in parallelize_module's Replicated(sum_gradients=True) or "
-                f"SequenceParallel(). Otherwise ranks that share a model have different inputs or random masks, or a "
-                f"parameter is split by hand (mark it tensor_model_parallel = True)"
+                f"plan | {{{more}}}, where the plan of 'auto' is model.tp_plan; in parallelize_module's "
+                f"Replicated(sum_gradients=True) or SequenceParallel(). Otherwise ranks that share a model have "
+                f"different inputs or random masks, or a parameter is split by hand (mark it tensor_model_parallel = "
+                f"True)"
             )
         for name in gradients.keys() & self._handles.keys():
             self._handles.pop(name).remove()
@@ -343,6 +343,13 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def _trained(parameter) -> bool:
     """Whether a module's attribute is a parameter that takes gradients, and none of functional_call's tensors."""
     return isinstance(parameter, nn.Parameter) and parameter.requires_grad
+
+
+def _pattern(name: str) -> str:
+    """Of a parameter's module, as a plan names it and its like."""
+    path = name.rpartition(".")[0]
+    last = path.rpartition(".")[2]
+    return path if last.isdigit() or last == path else f"*.{last}"
 
 
 def _traced() -> bool:
