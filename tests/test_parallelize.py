@@ -354,7 +354,7 @@ def told(ctx, model, backward):
 
 FORGOTTEN = re.compile(
     r"parallelize: the gradients of q_norm.weight differ between ranks.*"
-    r"give its module .*: \{'q_norm': 'replicated_with_grad_allreduce'\}"
+    r"give its module .*: plan \| \{'q_norm': 'replicated_with_grad_allreduce'\}"
 )
 
 
