@@ -26,6 +26,7 @@ from tkernels.layers import (
     parallelize,
     parallelize_module,
 )
+from tkernels.layers.tensor_parallel.plan import check_heads
 
 VOCABULARY, BATCH, SEQUENCE, NEW_TOKENS = 64, 2, 6, 2
 SIZES = {
@@ -229,6 +230,8 @@ def test_parallelize_refuses_an_attention_that_views_features_by_the_number_of_a
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="0.self_attn', OPTAttention, takes .* num_heads=4, all heads, .* have 2"):
         parallelize(model, plan, ctx)
+    with pytest.raises(ValueError, match="num_heads=4, all heads"):  # as a layer of PEFT's wraps its base
+        check_heads(model, ["model.decoder.layers.0.self_attn.q_proj.base_layer"], ctx.size)
     for layer in model.model.decoder.layers:
         layer.self_attn.num_heads //= ctx.size
     parallelize(model, plan | {"*.fc1": "colwise", "*.fc2": "rowwise"}, ctx)

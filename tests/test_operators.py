@@ -17,6 +17,7 @@ import tkernels.operators
 from tkernels.activations import activation_reference
 from tkernels.comm import Context, TkernelsError
 from tkernels.comm.collectives import split_rows
+from tkernels.dispatch import untraced
 from tkernels.gemm import DTYPES
 from tkernels.testing.compare import assert_close_to, integers, normal
 
@@ -788,6 +789,16 @@ def test_products_and_barrier_break_the_graph_of_compiled_code_where_no_operator
         with pytest.raises(torch._dynamo.exc.Unsupported, match="barrier, and products with out=, .* don't trace"):
             torch.compile(lambda *each, f=function: f(*each), backend="eager", fullgraph=True)(x, w)
     ctx.check()
+
+
+def test_untraced_runs_once_where_compiling_is_a_flag_that_disable_does_not_clear():
+    """As in torch.export's non-strict mode."""
+
+    class Adds(torch.nn.Module):
+        def forward(self, x):
+            return untraced(lambda: x + 1)
+
+    torch.export.export(Adds(), (torch.ones(3),), strict=False)
 
 
 @pytest.mark.ranks(2)

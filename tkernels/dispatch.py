@@ -164,7 +164,11 @@ def untraced(function, *outs: torch.Tensor | None):
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=UNTRACED)
-        return torch.compiler.disable(untraced)(function, *outs)
+        return torch.compiler.disable(_run)(function, *outs)
+    return _run(function, *outs)
+
+
+def _run(function, *outs):
     result = function()
     count_writes(*outs)
     return result

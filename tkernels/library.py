@@ -61,7 +61,8 @@ def _spread(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """One scale, or one a row, as a contiguous tensor of that shape; itself if it is one."""
     if scale.shape == shape and scale.is_contiguous():
         return scale
-    return (scale.reshape(shape) if scale.numel() == max(shape) else scale.reshape(1, 1).expand(shape)).contiguous()
+    spread = scale.reshape(shape) if scale.numel() == shape[0] * shape[1] else scale.reshape(1, 1).expand(shape)
+    return spread.contiguous()
 
 
 def _on_host(x: torch.Tensor) -> bool:

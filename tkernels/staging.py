@@ -49,8 +49,7 @@ def with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix, or a contiguous copy where no stride is 1, as in x[:, ::2], or one is 0, as where it is expanded."""
     if 1 in matrix.stride() and 0 not in matrix.stride():
         return matrix
-    # Flattened and back: contiguous() keeps a dimension of size 1 at any stride.
-    return matrix.contiguous().view(-1).view(matrix.shape)
+    return matrix.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dimension of size 1 at any stride
 
 
 @dataclass(frozen=True)

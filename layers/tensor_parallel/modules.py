@@ -230,11 +230,11 @@ class RowwiseEmbedding(ParallelModule):
 
     def _compare(self, tokens: torch.Tensor, ctx: Context):
         """Collective, once. Raises MismatchError, on every rank, where ranks have other tokens."""
-        if self._compared or type(tokens) is not torch.Tensor or tokens.is_meta:
+        if torch.compiler.is_compiling() or self._compared or type(tokens) is not torch.Tensor or tokens.is_meta:
             return
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or ctx.capturing:
+        if torch._C._are_functorch_transforms_active() or ctx.capturing:
             return
-        given = ctx.group.gather((tuple(tokens.shape), zlib.crc32(tokens.cpu().numpy().tobytes())))
+        given = ctx.group.gather((tuple(tokens.shape), zlib.crc32(tokens.long().cpu().numpy().tobytes())))
         if len(set(given)) > 1:
             shapes = ", ".join(f"rank {rank} {list(shape)}" for rank, (shape, _) in enumerate(given))
             raise MismatchError(

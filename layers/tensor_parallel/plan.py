@@ -234,10 +234,12 @@ def check_heads(model: nn.Module, split: list[str], ranks: int):
         )
     if ranks == 1 or getattr(config, "base_model_tp_plan", None):  # a model with a plan of its own counts on it
         return
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in split):
+    wrapped = (re.sub(r"\.(base_layer|lora_[AB]\.[^.]*)$", "", name) for name in split)  # PEFT's
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in wrapped):
         attention = model.get_submodule(path)
         for name in _heads_in_views(type(attention)):
-            if (number := getattr(attention, name, None)) in (heads, groups) and isinstance(number, int):
+            every = groups if "key" in name or "kv" in name else heads
+            if type(number := getattr(attention, name, None)) is int and number == every:
                 raise ValueError(
                     f"parallelize: the forward of {path!r}, {type(attention).__name__}, takes its features apart by "
                     f"{name}={number}, all heads, of which a rank would have {number // ranks}; set {name} to "
@@ -249,8 +251,9 @@ def check_heads(model: nn.Module, split: list[str], ranks: int):
 def _heads_in_views(kind: type) -> list[str]:
     """The attributes by which the code of a module views features as heads. Without a size of -1 it has all of them."""
     try:
-        lines = inspect.getsource(kind).splitlines()
-    except (OSError, TypeError):  # defined where no file is
+        kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        lines = "".join(map(inspect.getsource, kinds)).splitlines()
+    except (OSError, TypeError, ValueError):  # defined where no file is
         return []
     viewing = (line for line in lines if "view(" in line or "reshape(" in line)
     return list(dict.fromkeys(name for line in viewing for name in re.findall(r"self\.(\w*heads?)\b", line)))
