@@ -285,7 +285,7 @@ def test_an_expanded_gradient_is_taken(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("path", ["fused", "plain"])
-def test_operands_of_any_strides_are_taken_forward_and_backward(ctx, path):
+def test_matmul_and_its_kin_take_operands_of_any_strides_forward_and_backward(ctx, path):
     """Of which no stride is 1, or one is 0: every second column, expanded numbers, one row or column of a table."""
 
     def of(way: str, rows: int, seed: int):
@@ -741,7 +741,7 @@ def test_every_product_with_options_that_no_operator_has_refuses_a_gradient_and_
 
 
 @pytest.mark.ranks(2)
-def test_a_backward_that_has_saved_what_out_held_before_is_refused_whatever_fills_it(ctx):
+def test_matmul_and_its_kin_count_as_writes_to_out_so_that_a_backward_that_has_saved_it_is_refused(ctx):
     x, w = (integers((8, 16), torch.bfloat16, seed, device=ctx.device) for seed in (ctx.rank, 7))
     rows = ctx.rank * 4, ctx.rank * 4 + 4
     gathers = functools.partial(tkernels.all_gather_matmul, ctx=ctx)
@@ -791,7 +791,7 @@ def test_products_and_barrier_break_the_graph_of_compiled_code_where_no_operator
     ctx.check()
 
 
-def test_untraced_runs_once_where_compiling_is_a_flag_that_disable_does_not_clear():
+def test_untraced_calls_its_function_where_compiling_is_a_flag_that_disable_does_not_clear():
     """As in torch.export's non-strict mode."""
 
     class Adds(torch.nn.Module):

@@ -73,8 +73,8 @@ REGISTERS = 255
 
 # A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise,
 # or with staged operands WORTH_STAGING, as the library's speed differs from size to size there; `fastest` has what
-# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, or those of tiles 128, a program has
-# too little in flight to read memory at more than NARROW_MEMORY of its speed.
+# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, or those of a tile 128, a program
+# has too little in flight to read memory at more than NARROW_MEMORY of its speed.
 WORTH, WORTH_STAGING, SHORT_S, STAGED_S, SHORT_K = 1.02, 0.9, 12e-6, 30e-6, 512
 NARROW, NARROW_MEMORY = 112, 0.8
 
@@ -202,7 +202,7 @@ def default_config(
     block_k = 128 // dtype.itemsize
     if M <= 64:
         return GemmConfig(64, 128, block_k, num_warps=4, num_stages=4)
-    # If there is a program for each tile of 128x128, half of them would have none of 128x256: 1.4 times the time.
+    # Where there is a program for each tile of 128x128, half of the programs have none of 128x256: 1.4 times the time.
     if N <= 128 or alone and -(-M // 128) * -(-N // 128) <= gpu.sms:
         return GemmConfig(128, 128, block_k, num_warps=8, num_stages=4)
     return GemmConfig(block_k=block_k, num_stages=4)
@@ -327,8 +327,7 @@ def stages_of(gemm: GemmConfig, splits: int) -> int:
 def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
     """Why a configuration can't run, or can't be better than a smaller one, in a line; None if it can."""
     gemm, itemsize, shared = getattr(config, "gemm", config), problem.dtype.itemsize, problem.gpu.shared_bytes
-    alone = isinstance(config, GemmConfig)
-    known = default_config(problem.M, problem.N, problem.dtype, problem.tma, problem.gpu, alone)
+    known = default_config(problem.M, problem.N, problem.dtype, problem.tma, problem.gpu)
     tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
     reduces = problem.operation in (SCATTER, ALL_REDUCE)
     # Staging beside the pipeline: slices of the result and of a peer's partial sums; with split-K tiles also a quarter
@@ -362,7 +361,7 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
     for what, block, size in (("rows", gemm.block_m, problem.M), ("columns", gemm.block_n, problem.N)):
         if block >= 2 * size and block > 64:
             return f"size: {size} {what} would leave half of a tile of {block} empty"
-    if alone:
+    if isinstance(config, GemmConfig):
         return None
     if config.num_comm >= min(problem.programs, config.max_programs or problem.programs):
         return f"programs: there are {problem.programs}, and one at least must multiply"

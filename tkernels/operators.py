@@ -17,9 +17,9 @@ from tkernels.torch_operators import all_gather_matmuls, ops
 
 SEVERAL = frozenset({list, tuple})  # what weights of one gather come in
 # The tensors of a product, by name.
-LOCAL = "x", "w", "bias", "x_scale", "w_scale", "out"
-GATHER = "x_shard_m", "w_shard_n", "bias", "x_scale", "w_scale", "out", "return_gathered"
-REDUCTION = "x_shard_k", "w_shard_k", "bias", "x_scale", "w_scale", "out"
+MATMUL_TENSORS = "x", "w", "bias", "x_scale", "w_scale", "out"
+GATHER_TENSORS = "x_shard_m", "w_shard_n", "bias", "x_scale", "w_scale", "out", "return_gathered"
+REDUCTION_TENSORS = "x_shard_k", "w_shard_k", "bias", "x_scale", "w_scale", "out"
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
@@ -98,7 +98,7 @@ def matmul(
     gradient. Raises ValueError or TypeError.
     Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
     of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, of x or w of which no
-    stride is 1, and for nothing else.
+    stride is 1 or one is 0, and for nothing else.
 
     FP8: x and w of torch.float8_e4m3fn, or one of them of float8_e5m2, with K contiguous in both and a multiple of 16.
     x_scale, w_scale: fp32, for activation((x @ w.T) * x_scale * w_scale + bias). x_scale is one number, or one a row,
@@ -117,7 +117,7 @@ def matmul(
         return lead.back(y) if out is None else out
     operators = out is config is None
     if not operators or _is_scaled(x, x_scale, w_scale):
-        _check_without_gradient("matmul", LOCAL, x, w, bias, x_scale, w_scale, out)
+        _check_without_gradient("matmul", MATMUL_TENSORS, x, w, bias, x_scale, w_scale, out)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
         return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, out_dtype, fast_accum), separate)
@@ -259,7 +259,7 @@ def all_gather_matmul(
     into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
     if (not operators or fp8) and not several:
         tensors = x_shard_m, w_shard_n, bias, x_scale, w_scale, out, into
-        _check_without_gradient("all_gather_matmul", GATHER, *tensors)
+        _check_without_gradient("all_gather_matmul", GATHER_TENSORS, *tensors)
     if several:
         if fp8:
             raise TypeError("all_gather_matmul: float8 operands take one weight, not a list; pass them one by one")
@@ -278,11 +278,9 @@ def all_gather_matmul(
         return_gathered = into is not None or return_gathered
 
         def call():
-            named = dict(zip(GATHER, tensors, strict=True))
-            del named["out"]
-            check_apart("all_gather_matmul", out, **named)
-            del named["return_gathered"], named["x_shard_m"]  # which may be this rank's rows of it
-            check_apart("all_gather_matmul", into, "return_gathered", **named)
+            others = {"w_shard_n": w_shard_n, "bias": bias, "x_scale": x_scale, "w_scale": w_scale}
+            check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, return_gathered=into, **others)
+            check_apart("all_gather_matmul", into, "return_gathered", **others)  # x may be this rank's rows of it
             how = precision(x_shard_m.dtype, fast_accum)
             options = activation, rows, out_dtype, config, path, how, return_gathered
             call = AllGatherMatmul(*options, leading=leading)
@@ -411,7 +409,7 @@ def _reduced(
     name, (x, w, bias, x_scale, w_scale, out) = kind.operation, tensors
     operators = out is config is None
     if not operators or _is_scaled(x, x_scale, w_scale):
-        _check_without_gradient(name, REDUCTION, *tensors)
+        _check_without_gradient(name, REDUCTION_TENSORS, *tensors)
     if operators:
         fused, separate = _split_activation(activation, x, w, bias)
         options = ctx.name, path, out_dtype, wire_dtype, fast_accum, leading
@@ -419,7 +417,7 @@ def _reduced(
         return activation_reference(getattr(ops, name)(x, w, bias, x_scale, w_scale, fused, *options), separate)
 
     def call():
-        check_apart(name, **dict(zip(REDUCTION, tensors, strict=True)))
+        check_apart(name, **dict(zip(REDUCTION_TENSORS, tensors, strict=True)))
         how = precision(x.dtype, fast_accum)
         call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype, leading=leading)
         return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
