@@ -26,7 +26,7 @@ from tkernels.layers import (
     parallelize,
     parallelize_module,
 )
-from tkernels.layers.tensor_parallel.plan import check_heads
+from tkernels.layers.tensor_parallel.heads import check_heads
 
 VOCABULARY, BATCH, SEQUENCE, NEW_TOKENS = 64, 2, 6, 2
 SIZES = {
@@ -212,6 +212,8 @@ def test_parallelize_splits_conv1d_as_the_linear_that_it_is(ctx):
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="h.0.attn.c_attn' is queries, keys and values in one"):
         parallelize(model, GPT2 | {"*.attn.c_attn": "colwise"}, ctx)
+    with pytest.raises(ValueError, match="h.0.attn.c_attn' is queries"):  # as a layer of PEFT's wraps its base
+        check_heads(model, ["transformer.h.0.attn.c_attn.base_layer"], ctx.size)
     parallelize(model, GPT2, ctx)
     assert model.transformer.h[0].mlp.c_fc.weight.placements == (Shard(1),)
     assert_trains_like(ctx, model, twin)

@@ -689,3 +689,56 @@ def test_parallelize_refuses_stacked_projections_and_heads_by_the_models_config(
     with pytest.raises(ValueError, match=reason):
         parallelize(model, {name: words[0], "down": words[1]}, ctx)
     assert type(model[name]) is nn.Linear and type(model[name].weight) is nn.Parameter
+    if heads == 3:
+        layers = [types.SimpleNamespace(num_attention_heads=number) for number in (4, 3)]
+        model.config.is_heterogeneous, model.config.per_layer_config = True, layers
+        with pytest.raises(ValueError, match="4 or 3 heads and 4 or 3 of keys and values"):
+            parallelize(model, {name: words[0], "down": words[1]}, ctx)
+
+
+class Attends(nn.Module):
+    """Of hand-written attentions of heads of 4 features, two heads for keys and values."""
+
+    def __init__(self, heads: int = 4):
+        super().__init__()
+        self.n_head, self.head_size = heads, 4
+        self.q, self.kv, self.o = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(16, 8)
+
+
+class AttendsInLines(Attends):
+    def heads_of(self, x):
+        return x.view(
+            *x.shape[:-1],
+            self.n_head,
+            -1,
+        )
+
+
+class AttendsBySizes(Attends):
+    def heads_of(self, x):
+        sizes = [*x.shape[:-1], self.n_head, -1]
+        return x.view(sizes)
+
+
+class AttendsByName(Attends):
+    def heads_of(self, x):
+        number = self.n_head
+        return x.unflatten(-1, (number, -1))
+
+
+class AttendsByFeatures(Attends):
+    def heads_of(self, x):
+        return x.unflatten(-1, (-1, self.head_size))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
+    """Whatever its names and however it is written; with -1 beside it, it would be wrong without a word."""
+    plan = {"0.q": "colwise", "0.kv": "colwise", "0.o": "rowwise"}
+    for kind in (AttendsInLines, AttendsBySizes, AttendsByName):
+        model = nn.Sequential(kind()).to(ctx.device)
+        with pytest.raises(ValueError, match=f"'0', {kind.__name__}, takes .* n_head=4, all heads, .* would have 2"):
+            parallelize(model, plan, ctx)
+        assert type(model[0].q.weight) is nn.Parameter
+    for model in (AttendsInLines(2), AttendsByFeatures()):  # a rank's heads, as many as all of the keys; any number
+        parallelize(nn.Sequential(model).to(ctx.device), plan, ctx)

@@ -17,8 +17,9 @@ from tkernels.comm.group import checksum, listed
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
+from tkernels.layers.tensor_parallel.heads import check_heads, text_config
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.plan import Given, apply, check_heads, text_config
+from tkernels.layers.tensor_parallel.plan import Given, apply
 from tkernels.layers.tensor_parallel.replicas import (
     GRAD_ALLREDUCE,
     ReplicaCheck,

@@ -1,7 +1,5 @@
 """parallelize_module: torch's, except that a plan is refused by name, on every rank, before anything has changed."""
 
-import inspect
-import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
@@ -20,6 +18,7 @@ from tkernels.comm import Context, MeshLike
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.group import listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
+from tkernels.layers.tensor_parallel.heads import check_heads
 from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
@@ -198,65 +197,6 @@ def _peft(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
     parts = [(f"{path}.base_layer", module.base_layer, each)]
     parts += [(f"{path}.{split}.{name}", linear, each.in_float8(None)) for name, linear in adapters[split].items()]
     return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
-
-
-def text_config(model: nn.Module):
-    """model.config, where a model of transformers has one, that of its language model."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def check_heads(model: nn.Module, split: list[str], ranks: int):
-    """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
-    and for stacked projections of which a rank would get other parts than the model takes them for.
-
-    split: names of the layers of which each rank has some of the features, and returns these.
-    """
-    config, stacked = text_config(model), {"c_attn": "queries, keys and values"}
-    if hasattr(config, "model_type"):  # of transformers, whose models take whole parts of the output
-        stacked["Wqkv"] = stacked["c_attn"]
-        stacked |= dict.fromkeys(("gate_up_proj", "Wi", "input_linear"), "gate and up-projection")
-    for name in split:
-        if (what := stacked.get(name.rpartition(".")[2])) is not None:
-            raise ValueError(
-                f"parallelize: {name!r} is {what} in one, which are taken apart by their whole sizes; give it "
-                f"'colwise_gather_output' and the projection behind it 'rowwise_split_input' (in Megatron's vocabulary "
-                f"gather_output=True and input_is_parallel=False)"
-            )
-    split = [name for name in split if "att" in name.lower()]
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if split and isinstance(heads, int) and (heads % ranks or groups % ranks):
-        raise ValueError(
-            f"parallelize: {split[0]!r} can't be split by heads: {heads} heads and {groups} of keys and values (in "
-            f"model.config) don't divide by {ranks} ranks; use a number of ranks that divides both, or leave the "
-            f"attention out of the plan"
-        )
-    if ranks == 1 or getattr(config, "base_model_tp_plan", None):  # a model with a plan of its own counts on it
-        return
-    wrapped = (re.sub(r"\.(base_layer|lora_[AB]\.[^.]*)$", "", name) for name in split)  # PEFT's
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in wrapped):
-        attention = model.get_submodule(path)
-        for name in _heads_in_views(type(attention)):
-            every = groups if "key" in name or "kv" in name else heads
-            if type(number := getattr(attention, name, None)) is int and number == every:
-                raise ValueError(
-                    f"parallelize: the forward of {path!r}, {type(attention).__name__}, takes its features apart by "
-                    f"{name}={number}, all heads, of which a rank would have {number // ranks}; set {name} to "
-                    f"that on each such module before, or give what it splits 'colwise_gather_output' and the "
-                    f"projection behind it 'rowwise_split_input'"
-                )
-
-
-def _heads_in_views(kind: type) -> list[str]:
-    """The attributes by which the code of a module views features as heads. Without a size of -1 it has all of them."""
-    try:
-        kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
-        lines = "".join(map(inspect.getsource, kinds)).splitlines()
-    except (OSError, TypeError, ValueError):  # defined where no file is
-        return []
-    viewing = (line for line in lines if "view(" in line or "reshape(" in line)
-    return list(dict.fromkeys(name for line in viewing for name in re.findall(r"self\.(\w*heads?)\b", line)))
 
 
 def _placement(each: ParallelStyle, module: nn.Module, name: str) -> Placement | None:

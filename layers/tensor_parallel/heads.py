@@ -1,0 +1,95 @@
+"""check_heads: refuses plans after which an attention's code would take a rank's features apart in a wrong way."""
+
+import ast
+import inspect
+import re
+import textwrap
+
+from torch import nn
+
+HEADS = r"\w*heads?"  # names of attributes that count heads
+VIEWS = frozenset({"view", "reshape", "unflatten", "rearrange"})  # what takes features apart
+
+
+def text_config(model: nn.Module):
+    """model.config, where a model of transformers has one, that of its language model."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def check_heads(model: nn.Module, split: list[str], ranks: int):
+    """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
+    for one whose forward counts on all heads, and for stacked projections of which a rank would get other parts than
+    the model takes them for.
+
+    split: names of the layers of which each rank has some of the features, and returns these.
+    """
+    # A layer of PEFT's wraps another.
+    split = list(dict.fromkeys(re.sub(r"\.(base_layer|lora_[AB]\.[^.]*)$", "", name) for name in split))
+    config, stacked = text_config(model), {"c_attn": "queries, keys and values"}
+    if hasattr(config, "model_type"):  # of transformers, whose models take whole parts of the output
+        stacked["Wqkv"] = stacked["c_attn"]
+        stacked |= dict.fromkeys(("gate_up_proj", "Wi", "input_linear"), "gate and up-projection")
+    for name in split:
+        if (what := stacked.get(name.rpartition(".")[2])) is not None:
+            raise ValueError(
+                f"parallelize: {name!r} is {what} in one, which are taken apart by their whole sizes; give it "
+                f"'colwise_gather_output' and the projection behind it 'rowwise_split_input' (in Megatron's vocabulary "
+                f"gather_output=True and input_is_parallel=False)"
+            )
+    heads = _numbers(config, "num_attention_heads")
+    groups = _numbers(config, "num_key_value_heads") or heads
+    attentions = [name for name in split if "att" in name.lower()]
+    if attentions and any(number % ranks for number in heads + groups):
+        raise ValueError(
+            f"parallelize: {attentions[0]!r} can't be split by heads: {' or '.join(map(str, heads))} heads and "
+            f"{' or '.join(map(str, groups))} of keys and values (in model.config) don't divide by {ranks} ranks; use "
+            f"a number of ranks that divides both, or leave the attention out of the plan"
+        )
+    if ranks == 1 or getattr(config, "base_model_tp_plan", None):  # a model with a plan of its own counts on it
+        return
+    siblings = {}
+    for name in split:
+        siblings.setdefault(name.rpartition(".")[0], []).append(name)
+    for path, names in siblings.items():
+        module, by_config = model.get_submodule(path), not set(names).isdisjoint(attentions)
+        features = {getattr(model.get_submodule(name), "out_features", 0) for name in names}
+        sizes = [each for name, each in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)]
+        for name in _heads_in_views(type(module)):
+            number, keys = getattr(module, name, None), "key" in name or "kv" in name
+            all_features, every = (min(features), groups) if keys else (max(features), heads)
+            whole = [number * size for size in sizes if type(number) is type(size) is int]
+            if all_features in whole or by_config and type(number) is int and number in every:
+                raise ValueError(
+                    f"parallelize: the forward of {path!r}, {type(module).__name__}, takes its features apart by "
+                    f"{name}={number}, all heads, of which a rank would have {number // ranks}; set {name} to "
+                    f"that on each such module before, or give what it splits 'colwise_gather_output' and the "
+                    f"projection behind it 'rowwise_split_input'"
+                )
+
+
+def _numbers(config, name: str) -> list[int]:
+    """The numbers of this name in the config of a model, or of its layers where these differ; none if it has none."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    numbers = dict.fromkeys(getattr(layer, name, None) for layer in layers)
+    return [number for number in numbers if isinstance(number, int)]
+
+
+def _heads_in_views(kind: type) -> list[str]:
+    """The attributes by which the code of a module takes features apart as heads, in a view or in a list of sizes."""
+    try:
+        kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        trees = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in kinds]
+    except (OSError, TypeError, ValueError, SyntaxError):  # defined where no file is
+        return []
+    methods = [each for tree in trees for each in tree.body if getattr(each, "name", "__init__") != "__init__"]
+    sizes = []
+    for node in (node for method in methods for node in ast.walk(method)):
+        if isinstance(node, ast.Tuple | ast.List):
+            sizes += node.elts
+        elif isinstance(node, ast.Assign):
+            sizes.append(node.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in VIEWS:
+            sizes += [size for each in ast.iter_child_nodes(node) if each is not node.func for size in ast.walk(each)]
+    owned = (ast.unparse(size).removeprefix("self.") for size in sizes if isinstance(size, ast.Attribute))
+    return list(dict.fromkeys(name for name in owned if re.fullmatch(HEADS, name)))
