@@ -731,6 +731,13 @@ class AttendsByFeatures(Attends):
         return x.unflatten(-1, (-1, self.head_size))
 
 
+class AttendsAndFlattens(AttendsByFeatures):
+    all_head_size = 16
+
+    def features_of(self, x):
+        return x.reshape(x.shape[:-2] + (self.all_head_size,))
+
+
 @pytest.mark.ranks(2)
 def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
     """Whatever its names and however it is written; with -1 beside it, it would be wrong without a word."""
@@ -740,5 +747,8 @@ def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
         with pytest.raises(ValueError, match=f"'0', {kind.__name__}, takes .* n_head=4, all heads, .* would have 2"):
             parallelize(model, plan, ctx)
         assert type(model[0].q.weight) is nn.Parameter
+    model = nn.Sequential(AttendsAndFlattens()).to(ctx.device)
+    with pytest.raises(ValueError, match="all_head_size=16, all features, .* would have 8"):
+        parallelize(model, plan, ctx)
     for model in (AttendsInLines(2), AttendsByFeatures()):  # a rank's heads, as many as all of the keys; any number
         parallelize(nn.Sequential(model).to(ctx.device), plan, ctx)

@@ -810,6 +810,35 @@ def test_replicated_lets_a_module_find_plain_tensors_and_sums_gradients_where_as
         parallelize_module(model, tp_mesh(ctx), {"4": Replicated()})
 
 
+class Scaled(nn.Module):
+    """A module with a parameter of its own and one inside, as a vision transformer's embeddings have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.full((HIDDEN,), 1.5)), nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        return self.norm(x) * self.scale
+
+
+@pytest.mark.ranks(2)
+def test_replicated_takes_a_module_and_those_inside_each_once_and_what_is_inside_may_have_its_own(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN))
+    twin, x = copy.deepcopy(model).double(), normal((4, HIDDEN), torch.float32, 1)
+    split = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+    whole, apart = copy.deepcopy(model).to(ctx.device), copy.deepcopy(model).to(ctx.device)
+    parallelize_module(whole, tp_mesh(ctx), {"0": Replicated()} | split)
+    parallelize_module(apart, tp_mesh(ctx), {"0": Replicated(), "0.norm": Replicated(sum_gradients=True)} | split)
+    parallelize(rest := model.to(ctx.device), {"1": "colwise", "2": "rowwise"}, ctx)
+    twin(x.double()).square().sum().backward()
+    for each, times in ((whole, 1), (apart, ctx.size), (rest, 1)):
+        each(x.to(ctx.device)).square().sum().backward()
+        for (name, parameter), wanted in zip(each.named_parameters(), twin.parameters(), strict=True):
+            assert parameter.grad.placements == parameter.placements
+            assert_near(parameter.grad, wanted.grad * (times if "norm" in name else 1), name)
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)

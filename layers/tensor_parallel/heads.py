@@ -53,19 +53,27 @@ def check_heads(model: nn.Module, split: list[str], ranks: int):
         siblings.setdefault(name.rpartition(".")[0], []).append(name)
     for path, names in siblings.items():
         module, by_config = model.get_submodule(path), not set(names).isdisjoint(attentions)
-        features = {getattr(model.get_submodule(name), "out_features", 0) for name in names}
-        sizes = [each for name, each in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)]
+        features = [getattr(model.get_submodule(name), "out_features", 0) for name in names]
+        sizes = [size for name, size in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)]
         for name in _heads_in_views(type(module)):
             number, keys = getattr(module, name, None), "key" in name or "kv" in name
-            all_features, every = (min(features), groups) if keys else (max(features), heads)
-            whole = [number * size for size in sizes if type(number) is type(size) is int]
-            if all_features in whole or by_config and type(number) is int and number in every:
-                raise ValueError(
-                    f"parallelize: the forward of {path!r}, {type(module).__name__}, takes its features apart by "
-                    f"{name}={number}, all heads, of which a rank would have {number // ranks}; set {name} to "
-                    f"that on each such module before, or give what it splits 'colwise_gather_output' and the "
-                    f"projection behind it 'rowwise_split_input'"
-                )
+            if type(number) is not int:
+                continue
+            every, known = (min(features), groups) if keys else (max(features), heads)
+            if number == every:
+                what = "features"
+            elif not re.fullmatch(HEADS, name):
+                continue
+            elif every in [number * size for size in sizes if type(size) is int] or by_config and number in known:
+                what = "heads"
+            else:
+                continue
+            raise ValueError(
+                f"parallelize: the forward of {path!r}, {type(module).__name__}, takes its features apart by "
+                f"{name}={number}, all {what}, of which a rank would have {number // ranks}; set {name} to that on "
+                f"each such module before, or give what it splits 'colwise_gather_output' and the projection behind it "
+                f"'rowwise_split_input'"
+            )
 
 
 def _numbers(config, name: str) -> list[int]:
@@ -76,7 +84,7 @@ def _numbers(config, name: str) -> list[int]:
 
 
 def _heads_in_views(kind: type) -> list[str]:
-    """The attributes by which the code of a module takes features apart as heads, in a view or in a list of sizes."""
+    """The attributes, of heads by their names, that a module's code views features by, passes on, or makes lists of."""
     try:
         kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
         trees = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in kinds]
@@ -89,7 +97,9 @@ def _heads_in_views(kind: type) -> list[str]:
             sizes += node.elts
         elif isinstance(node, ast.Assign):
             sizes.append(node.value)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in VIEWS:
-            sizes += [size for each in ast.iter_child_nodes(node) if each is not node.func for size in ast.walk(each)]
+        elif isinstance(node, ast.Call):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            views = getattr(node.func, "attr", getattr(node.func, "id", None)) in VIEWS
+            sizes += [size for each in given for size in ast.walk(each)] if views else given
     owned = (ast.unparse(size).removeprefix("self.") for size in sizes if isinstance(size, ast.Attribute))
-    return list(dict.fromkeys(name for name in owned if re.fullmatch(HEADS, name)))
+    return list(dict.fromkeys(name for name in owned if re.fullmatch(r"\w*head\w*", name)))

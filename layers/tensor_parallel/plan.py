@@ -99,7 +99,10 @@ def apply(
     _check_agreement(module, given, ctx)
     for _, target, each in given:
         each.src_data_rank, each.context = src_data_rank, ctx.name
-        each._apply(target, mesh)
+        if not isinstance(each, Replicated):
+            each._apply(target, mesh)
+        elif reads_its_parameters(target):  # modules inside are given on their own, perhaps to another style
+            each.apply_to_own(target, mesh)
     for (first, name), *others in tied:
         for other, other_name in others:
             other.register_parameter(other_name, first._parameters[name])
@@ -162,7 +165,7 @@ def _complete(given: list[Given]) -> list[Given]:
             if id(target) in taken:
                 raise ValueError(f"parallelize: {path!r} is given two styles, one as a part of a LoRA layer or group")
             taken.add(id(target))
-    for path, target, each in replicated:
+    for path, target, each in sorted(replicated, key=lambda given: -len(given[0])):  # what is inside comes first
         own = [(inner, module) for inner, module in Replicated.owners(target) if id(module) not in taken]
         if not own:
             raise ValueError(f"Replicated: {path!r} has no parameters of its own that could be replicated")

@@ -359,9 +359,13 @@ class Replicated(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check("", module, device_mesh.size())
         for each in [each for _, each in self.owners(module) if reads_its_parameters(each)]:
-            self.distribute(each, device_mesh)
-            ReplicatedParameters(each, self.context_over(device_mesh), self.sum_gradients)
+            self.apply_to_own(each, device_mesh)
         return module
+
+    def apply_to_own(self, module: nn.Module, device_mesh: DeviceMesh):
+        """To the parameters that are the module's own, none of those inside."""
+        self.distribute(module, device_mesh)
+        ReplicatedParameters(module, self.context_over(device_mesh), self.sum_gradients)
 
 
 class LatentKeys(ParallelStyle):
