@@ -48,6 +48,7 @@ else:
         PrepareModuleInputOutput,
         PrepareModuleOutput,
         Replicated,
+        ReplicatedForHeads,
         RowwiseParallel,
         SequenceParallel,
     )
@@ -76,6 +77,7 @@ else:
         "PrepareModuleInputOutput",
         "PrepareModuleOutput",
         "Replicated",
+        "ReplicatedForHeads",
         "RowParallelLinear",
         "RowwiseParallel",
         "SequenceParallel",

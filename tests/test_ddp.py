@@ -259,7 +259,7 @@ def check_gradients(ddp, want):
         for owned in bucket.owned:
             part = flat[owned.main_grad.storage_offset() :][: owned.numel()]
             assert owned.main_grad.flatten().cpu().equal(part), bucket
-            assert owned.grad is owned.main_grad
+            assert owned.grad.data_ptr() == owned.main_grad.data_ptr()
 
 
 def check_awkward_gradients(ctx, backend, mode, overlap):
@@ -453,6 +453,30 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_overlapped_ddp_leaves_gradients_that_somebody_keeps(ctx, sharded, grad_dtype):
+    """As gradient surgery does, of several tasks: in the memory of the next ones they would be those."""
+    dtype = torch.float32 if grad_dtype is None else torch.bfloat16
+    model = exact_model().to(ctx.device, dtype)
+    options = dict(overlap_param_gather=True) if sharded else {}
+    ddp = OverlappedDDP(model, mesh=ctx, grad_dtype=grad_dtype, **options)
+    trained, x = ddp.owned_parameters() if sharded else list(model.parameters()), torch.ones(1, 8, device=ctx.device)
+    ddp(x.to(dtype)).sum().backward()
+    kept = [each.grad for each in trained]
+    values, places = [each.clone() for each in kept], [each.main_grad.data_ptr() for each in trained]
+    for each in trained:
+        each.grad = None
+    (2 * ddp(x.to(dtype)).sum()).backward()
+    for each, grad, value, place in zip(trained, kept, values, places, strict=True):
+        assert torch.equal(grad, value) and torch.equal(each.grad, 2 * value)
+        assert each.main_grad.data_ptr() == place and torch.equal(each.main_grad, 2 * value.to(each.main_grad.dtype))
+    trained[0].grad = trained[0].grad + kept[0]  # and in its place
+    ddp(x.to(dtype)).sum().backward()
+    assert torch.equal(trained[0].grad, 4 * values[0]) and torch.equal(kept[0], values[0])
+
+
+@pytest.mark.ranks(2)
 def test_overlapped_ddp_takes_gradients_that_were_replaced_or_set_by_hand(ctx):
     ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx)
     weight, bias, x = ddp.module.a.weight, ddp.module.a.bias, torch.ones(1, 8, device=ctx.device)
@@ -461,7 +485,7 @@ def test_overlapped_ddp_takes_gradients_that_were_replaced_or_set_by_hand(ctx):
         torch.autograd.grad(ddp(x).sum(), [weight])
     weight.grad, bias.grad = weight.grad * 3, None
     ddp(x).sum().backward()
-    assert weight.grad is weight.main_grad and weight.grad.eq(4.0).all()
+    assert weight.grad.data_ptr() == weight.main_grad.data_ptr() and weight.grad.eq(4.0).all()
     assert bias.grad.eq(1.0).all() and ddp.module.b.weight.grad.eq(4.0).all()
     ddp.zero_grad()
     weight.grad = torch.full_like(weight, 5.0)

@@ -901,10 +901,13 @@ def test_fully_shard_over_replicas_of_shards_trains_as_the_unsharded_model(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "gathers", "sums"),
-    [("parameters", 26, 2 * 6), ("gradients", 6, 2 * 6), ("optimizer", 6, 6), ("replicate", 0, 6)],
+    [("parameters", 26, 2 * 6), ("gradients", 2 * 6, 2 * 6), ("optimizer", 2 * 6, 6), ("replicate", 0, 6)],
 )
 def test_fully_shard_communicates_what_its_strategy_says(ctx, strategy, gathers, sums, monkeypatch):
-    """In a step of two backwards and an evaluation between: of the root and 5 units, of which backward finds one."""
+    """In a step of two backwards and an evaluation between: of the root and 5 units, of which backward finds one.
+
+    The evaluation gives back what it finds: averages of the weights may be swapped for them without torch's notice.
+    """
     calls = []
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         original = getattr(tkernels, name)
@@ -1178,6 +1181,36 @@ def test_fully_shard_calls_hooks_once_in_a_backward_through_several_forwards_of_
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["parameters", "optimizer"])
+def test_fully_shard_keeps_what_units_have_accumulated_when_one_is_zeroed_or_frozen(ctx, strategy):
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    model, x = nn.Sequential(*layers).to(ctx.device), torch.ones(2, 4, device=ctx.device)
+    for each in (*layers, model):
+        fully_shard(each, mesh=mesh_of(ctx), strategy=strategy)
+    for drops in ("unit", "frozen"):
+        model.set_requires_gradient_sync(False)
+        model(x).sum().backward()
+        if drops == "unit":
+            model[1].zero_grad()
+        else:
+            model[2].bias.requires_grad_(False)
+        model.set_requires_gradient_sync(True)
+        model(x).sum().backward()
+        model[2].bias.requires_grad_(True)
+        # 2 rows in each backward; the zeroed unit has the second one's alone.
+        want = (4.0, 2.0) if drops == "unit" else (2.0, 4.0)
+        assert full(model[2].bias.grad).eq(want[0]).all()
+        once, twice = full(model[1].weight.grad).clone(), full(model[0].weight.grad).clone()
+        model.zero_grad(set_to_none=False)
+        model.zero_grad()
+        model(x).sum().backward()
+        assert torch.equal(once, full(model[1].weight.grad) * want[1] / 2)
+        assert torch.equal(twice, full(model[0].weight.grad) * 2)
+        assert full(model[2].bias.grad).eq(2.0).all()  # nothing was left for the next step
+        model.zero_grad()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["parameters", "gradients", "optimizer", "replicate"])
 def test_fully_shard_adds_up_backwards_in_reduce_dtype(ctx, strategy):
     """In bf16, 256 and 1 are 256. What somebody does to `.grad` between backwards counts, and zero_grad begins anew."""
@@ -1190,7 +1223,10 @@ def test_fully_shard_adds_up_backwards_in_reduce_dtype(ctx, strategy):
             model(x).sum().backward()
         return full(model.weight.grad)
 
-    assert backwards(300).eq(300).all()
+    x.fill_(256)
+    backwards(1)
+    x.fill_(1)
+    assert backwards(44).eq(300).all()  # by ones, each of which bf16 would lose
     assert backwards(1).eq(300).all()  # 301 rounds to 300, and is 301 for the next one
     assert backwards(1).eq(302).all()
     with torch.no_grad():

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +20,7 @@ import tkernels.operators
 from tkernels.activations import activation_reference
 from tkernels.comm import Context, TkernelsError
 from tkernels.comm.collectives import split_rows
-from tkernels.dispatch import untraced
+from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import DTYPES
 from tkernels.testing.compare import assert_close_to, integers, normal
 
@@ -690,6 +693,27 @@ def test_matmul_and_the_collectives_under_torch_func(ctx):
         torch.vmap(lambda x: tkernels.all_reduce(x, out=torch.empty_like(x), ctx=ctx))(batch)
 
 
+@pytest.mark.ranks(2)
+def test_quantize_and_calls_that_fill_out_have_no_forward_mode(ctx):
+    """Where nothing has a gradient either: a tangent would be dropped without a word."""
+    x, t = (normal((8, 16), torch.float32, seed, device=ctx.device) for seed in (1, 2))
+    w, small = normal((6, 16), torch.float32, 3, device=ctx.device), GemmConfig(16, 16, 16)
+    calls = {
+        "matmul": lambda x: tkernels.matmul(x, w, config=small),
+        "all_gather_matmul": lambda x: tkernels.all_gather_matmul(x, w, out=x.new_empty(16, 6), ctx=ctx),
+        "matmul_reduce_scatter": lambda x: tkernels.matmul_reduce_scatter(x, w, out=x.new_empty(4, 6), ctx=ctx),
+        "all_gather_out": lambda x: tkernels.all_gather(x, out=x.new_empty(16, 16), ctx=ctx),
+        "all_reduce_out": lambda x: tkernels.all_reduce(x, out=x.new_empty(8, 16), ctx=ctx),
+        "quantize": lambda x: tkernels.quantize(x)[1],
+        "dequantize": lambda x: tkernels.dequantize(x.to(torch.float8_e4m3fn), x[:, :1].abs(), torch.float32),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"tkernels.{name} has no forward mode"):
+            dual(call, x, t)
+        with forward_ad.dual_level():
+            call(x)  # which has no tangent
+
+
 def dual(function, x, tangent):
     with forward_ad.dual_level():
         return function(forward_ad.make_dual(x, tangent))
@@ -791,14 +815,64 @@ def test_products_and_barrier_break_the_graph_of_compiled_code_where_no_operator
     ctx.check()
 
 
-def test_untraced_calls_its_function_where_compiling_is_a_flag_that_disable_does_not_clear():
-    """As in torch.export's non-strict mode."""
+def test_barrier_and_matmul_with_options_that_no_operator_has_refuse_every_other_trace():
+    """A barrier, or what is written to `out`, would be missing from it without a word."""
+    x, w, own = torch.ones(8, 12), torch.ones(6, 12), tkernels.init(default=True)
 
-    class Adds(torch.nn.Module):
+    class Calls(torch.nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
         def forward(self, x):
-            return untraced(lambda: x + 1)
+            return x + self.function(x)[0, 0]
 
-    torch.export.export(Adds(), (torch.ones(3),), strict=False)
+    def waits(x):
+        tkernels.barrier(ctx=own)
+        return x
+
+    def fills(x):
+        return tkernels.matmul(x, w, out=torch.empty(8, 6))
+
+    def is_configured(x):
+        return tkernels.matmul(x, w, config=GemmConfig(16, 16, 16))
+
+    def exports(calls):
+        return lambda x: torch.export.export(calls, (x,), strict=False)
+
+    with own:
+        for function in (waits, fills, is_configured):
+            for trace in (make_fx, exports):
+                with pytest.raises(RuntimeError, match="barrier, and products with out=, .* don't trace"):
+                    trace(Calls(function))(x)
+        for function in (waits, fills, is_configured, lambda x: tkernels.matmul(x, w), tkernels.all_reduce):
+            with pytest.raises(NotImplementedError, match="torch.jit.trace doesn't record it; use torch.export"):
+                torch.jit.trace(function, (x,))
+
+
+@pytest.mark.ranks(2)
+def test_matmul_and_its_kin_refuse_tensors_that_stand_for_others_where_no_operator_has_the_options(ctx):
+    """The memory of a DTensor isn't its elements: a kernel that works in it ends the process."""
+    mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
+    whole = lambda *shape: DTensor.from_local(torch.ones(shape, device=ctx.device), mesh, [Replicate()])  # noqa: E731
+    x, w = torch.ones(8, 16, device=ctx.device), torch.ones(6, 16, device=ctx.device)
+    small = OverlapConfig(gemm=GemmConfig(16, 16, 16))
+    said = "a DTensor that stands for other tensors is no memory"
+    for options in (dict(config=GemmConfig(16, 16, 16)), dict(out=torch.empty(8, 6, device=ctx.device))):
+        with pytest.raises(TypeError, match=said):
+            tkernels.matmul(x, whole(6, 16), **options)
+    with pytest.raises(TypeError, match=said):
+        tkernels.matmul(x, w, out=whole(8, 6))
+    for operation in (tkernels.all_gather_matmul, tkernels.matmul_reduce_scatter, tkernels.matmul_all_reduce):
+        with pytest.raises(TypeError, match=said):
+            operation(x, whole(6, 16), config=small, ctx=ctx)
+    with pytest.raises(TypeError, match=said):
+        tkernels.all_gather_matmul(x, w, return_gathered=whole(16, 16), ctx=ctx)
+    for operation, rows in ((tkernels.all_gather, 16), (tkernels.reduce_scatter, 4), (tkernels.all_reduce, 8)):
+        with pytest.raises((RuntimeError, ValueError), match=f"tkernels::{operation.__name__}_out"):  # by torch
+            operation(x, out=whole(rows, 16), ctx=ctx)
+    with torch.no_grad(), pytest.raises(TypeError, match="stands for other tensors"):
+        torch.func.vmap(lambda x: tkernels.matmul(x, w, config=GemmConfig(16, 16, 16)))(x[None])
 
 
 @pytest.mark.ranks(2)

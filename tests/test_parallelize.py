@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tensor_parallel import assert_accurate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -752,3 +753,95 @@ def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
         parallelize(model, plan, ctx)
     for model in (AttendsInLines(2), AttendsByFeatures()):  # a rank's heads, as many as all of the keys; any number
         parallelize(nn.Sequential(model).to(ctx.device), plan, ctx)
+
+
+class OneHeadOfKeys(nn.Module):
+    """Attention whose 4 heads of queries share one of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q, self.kv = nn.LayerNorm(16), nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.o = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        q = self.q(h).unflatten(-1, (-1, 4)).transpose(1, 2)
+        k, v = self.kv(h).unsqueeze(1).chunk(2, -1)
+        return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_sums_the_gradient_of_an_output_that_is_for_each_ranks_heads(ctx):
+    """Keys and values of one head: forward is right in any case, and the gradients of what is before are parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OneHeadOfKeys(), OneHeadOfKeys()).to(ctx.device)
+    x = normal((2, 8, 16), torch.float32, 1, device=ctx.device)
+    split = {"*.q": "colwise", "*.o": "rowwise"}
+
+    def gradients(model):
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).square().mean().backward()
+        return [full(parameter.grad) for parameter in model.parameters()]
+
+    def full(grad):
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+    want = gradients(model)
+    named = r"1.kv.weight is that of a linear layer .* plan \| {'\*.kv': 'replicated_for_heads'}"
+    with pytest.raises(MismatchError, match=named):
+        gradients(parallelize(copy.deepcopy(model), split, ctx))
+    said = r"gradient of the output of 1.kv, 0.kv differs .* plan \| {'\*.kv': 'replicated_for_heads'}"
+    with pytest.raises(MismatchError, match=said):
+        gradients(parallelize(copy.deepcopy(model), split | {"*.kv": "colwise_gather_output"}, ctx))
+    gathered = {"*.q": "column", "*.o": "row", "*.kv": {"style": "column", "gather_output": True}}
+    with pytest.raises(MismatchError, match=said):
+        gradients(parallelize(copy.deepcopy(model), gathered, ctx))
+    by_parameters = dict.fromkeys(("*.kv", "*.norm"), "replicated_with_grad_allreduce")
+    with pytest.warns(UserWarning, match="0.kv.weight, 1.kv.weight: .* give it 'replicated_for_heads' instead"):
+        gradients(parallelize(copy.deepcopy(model), split | by_parameters, ctx))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = gradients(parallelize(copy.deepcopy(model), split | {"*.kv": "replicated_for_heads"}, ctx))
+        in_megatrons = {"*.q": "column", "*.o": "row", "*.kv": "replicated_for_heads"}
+        other = parallelize(copy.deepcopy(model), in_megatrons, ctx)
+        parts = gradients(other)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+    for (name, parameter), part, whole in zip(other.named_parameters(), parts, want, strict=True):
+        if getattr(parameter, "tensor_model_parallel", False):
+            whole = whole.chunk(ctx.size, parameter.partition_dim)[ctx.rank]
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-7, msg=name)
+    # Where all ranks have the same of it, it is counted twice.
+    with pytest.warns(UserWarning, match="here each has the same"):
+        first = {"0.q": "colwise", "0.o": "rowwise", "*.kv": "replicated_for_heads"}
+        gradients(parallelize(copy.deepcopy(model), first, ctx))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_lets_torchs_encoder_layers_call_what_is_split(ctx, words):
+    """In inference, without gradients, these would read the weights of their linears, here a part of each."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).to(ctx.device)
+    twin, x = copy.deepcopy(model), normal((2, 8, 16), torch.float32, 1, device=ctx.device)
+    parallelize(model, dict(zip(("*.linear1", "*.linear2"), words, strict=True)), ctx)
+    mask = torch.zeros(2, 8, dtype=torch.bool, device=ctx.device)
+    mask[1, 5:] = True
+    for train in (True, False):
+        model.train(train), twin.train(train)
+        for options in ({}, {"src_key_padding_mask": mask}):
+            with torch.no_grad():
+                y, want = model(x, **options), twin(x, **options)
+            rows = ~mask if options else slice(None)
+            torch.testing.assert_close(y[rows], want[rows])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_refuses_a_linear_whose_forward_is_set_on_the_module(ctx, words):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(ctx.device)
+    model[0].forward = lambda x, own=model[0].forward: 2 * own(x)
+    with pytest.raises((ValueError, TypeError), match="'0' has a forward of its own, set on the module"):
+        parallelize(model, dict(zip(("0", "2"), words, strict=True)), ctx)
+    assert type(model[2]) is nn.Linear

@@ -19,6 +19,12 @@ from tkernels.comm.arguments import check_dense
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 UNTRACED = "barrier, and products with out=, config=, or return_gathered= of a tensor or 'borrowed', don't trace"
+TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE  # modes: nothing is computed
+
+NO_FORWARD_MODE = (
+    "tkernels.{} has no forward mode of automatic differentiation (jvp, jacfwd, forward_ad); use backward, "
+    "torch.func.grad, vjp or jacrev"
+)
 
 _library = torch.library.Library("tkernels", "DEF")
 
@@ -80,10 +86,7 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
 
         @staticmethod
         def jvp(ctx, *_):
-            raise NotImplementedError(
-                f"tkernels.{name} has no forward mode of automatic differentiation (jvp, jacfwd, forward_ad); use "
-                f"backward, torch.func.grad, vjp or jacrev"
-            )
+            raise NotImplementedError(NO_FORWARD_MODE.format(name))
 
     class Transformed(Differentiable):
         forward = staticmethod(registered)
@@ -110,10 +113,12 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
 
     def call(*arguments, **out):
         tensors = arguments[:num_tensors]
-        if tensors[0] is None or watched(tensors):
+        if tensors[0] is None or watched((*tensors, *out.values()) if out else tensors):
             check(tensors)
+            check_not_recorded(name)
             if backward is not None and transformed():
                 return apply_transformed(name, Transformed, *arguments)
+            check_without_tangents(name, *tensors, *out.values())
             return registered(*arguments, **out)
         if wants_gradient(*tensors):
             return apply(*arguments)
@@ -129,6 +134,7 @@ def watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether something can observe an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or transformed()
@@ -157,21 +163,57 @@ def apply_transformed(name: str, function: type[torch.autograd.Function], *argum
     return torch.compiler.disable(function.apply)(*arguments)
 
 
-def untraced(function, *outs: torch.Tensor | None):
+def check_not_recorded(name: str):
+    """Raises NotImplementedError under torch.jit.trace, whose sizes are tensors."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(f"tkernels.{name}: torch.jit.trace doesn't record it; use torch.export or compile")
+
+
+def check_without_tangents(name: str, *tensors: torch.Tensor | None):
+    """Raises NotImplementedError for tensors that forward-mode differentiation has given tangents."""
+    if forward_ad._current_level >= 0:
+        given = (each for each in tensors if each is not None)
+        if any(forward_ad.unpack_dual(each).tangent is not None for each in given):
+            raise NotImplementedError(NO_FORWARD_MODE.format(name))
+
+
+def untraced(name: str, function, tensors=(), outs: tuple[torch.Tensor | None, ...] = ()):
     """function(), also in compiled code, whose graph breaks here: a trace can't look into what no operator stands for.
 
-    With fullgraph=True torch.compile refuses it, with this reason. outs: what the caller gave it to fill.
+    With fullgraph=True torch.compile refuses it, with this reason, and so do other traces: RuntimeError.
+    tensors: all that it takes; TypeError for those that have no memory of their own. outs: those of them that it fills.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=UNTRACED)
-        return torch.compiler.disable(_run)(function, *outs)
-    return _run(function, *outs)
+        return torch.compiler.disable(_run)(name, function, tensors, outs)
+    return _run(name, function, tensors, outs)
 
 
-def _run(function, *outs):
+def _run(name, function, tensors, outs):
+    check_not_recorded(name)
+    modes = torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, TRACING))
+    if modes or torch.compiler.is_compiling():
+        raise RuntimeError(f"tkernels.{name}: {UNTRACED}; leave these out of what torch.export or make_fx traces")
+    for each in tensors:
+        if not _has_memory(each):
+            raise TypeError(
+                f"tkernels.{name}: a {type(each).__name__} that stands for other tensors is no memory for a kernel; "
+                f"pass those, as its to_local() may give, or leave out out=, config= and return_gathered="
+            )
+    check_without_tangents(name, *tensors)
     result = function()
     count_writes(*outs)
     return result
+
+
+def _has_memory(tensor: torch.Tensor | None) -> bool:
+    """Whether it is None or has memory of its own: that of a DTensor, and of others with a dispatch of their own, isn't
+    its elements, and what torch.func has wrapped has none.
+    """
+    if torch._C._are_functorch_transforms_active() and tensor is not None:
+        return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    own = type(tensor) in PLAIN or type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return own or tensor.is_nested  # which the operation refuses
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

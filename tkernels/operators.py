@@ -127,7 +127,7 @@ def matmul(
         check_apart("matmul", out, x=x, w=w, bias=bias, x_scale=x_scale, w_scale=w_scale)
         return multiply(options, (x, w, bias, out, *Scales.given(x_scale, w_scale)))
 
-    return untraced(call, out)
+    return untraced("matmul", call, (x, w, bias, x_scale, w_scale, out), (out,))
 
 
 def quantize(
@@ -286,7 +286,7 @@ def all_gather_matmul(
             call = AllGatherMatmul(*options, leading=leading)
             return ctx.call(call, x_shard_m, w_shard_n, bias, out, into, *Scales.given(x_scale, w_scale))
 
-        y, *gathered = untraced(call, out, into)
+        y, *gathered = untraced("all_gather_matmul", call, tensors, (out, into))
     gathered = gathered[: 2 if fp8 else 1] if return_gathered else ()
     if lead is not None:
         out, into = given
@@ -422,7 +422,7 @@ def _reduced(
         call = kind(activation, rows, out_dtype, config, path, how, wire_dtype=wire_dtype, leading=leading)
         return ctx.call(call, x, w, bias, out, *Scales.given(x_scale, w_scale))
 
-    return untraced(call, out)
+    return untraced(name, call, tensors, (out,))
 
 
 def all_gather(
@@ -480,4 +480,4 @@ def barrier(*, ctx: Context | None = None):
 
     Raises WaitTimeoutError if a rank did not reach it in time.
     """
-    untraced(as_context(ctx, "barrier: ctx").barrier)
+    untraced("barrier", as_context(ctx, "barrier: ctx").barrier)

@@ -159,7 +159,7 @@ class Engine:
         """Called after each forward of a unit, also one that failed."""
         self._forwards -= 1
         if self._forwards == 0 and not torch.is_grad_enabled() and not backward_runs():
-            self.end()
+            self.end(evaluated=True)
 
     def begin(self):
         """Lease the shards, so that gathers are ordered behind the optimizer's step."""
@@ -247,13 +247,15 @@ class Engine:
         self._expect_gradients()
 
     @torch._disable_dynamo
-    def end(self):
+    def end(self, evaluated: bool = False):
         """Give everything back, even after a failure. From here on, this stream may change shards and gradients.
 
         What stays gathered after a backward stays until the last one has reduced, for then a step follows.
+        evaluated: a forward without gradients has ended, after which averages of the weights may be swapped for them
+            through `.data`, whose writes torch doesn't count. What stays then is what reshard_after_forward=False says.
         """
         for unit in self.units:
-            unit.close(stays=not self._reduced)
+            unit.close(stays=not self._reduced and (not evaluated or unit.reshard_after_forward is False))
         self._reduced = False
         if self._sums is not None:
             if self._backward.failed:
@@ -270,10 +272,14 @@ class Engine:
             self._weight_slot.join()
             self._weights = None
 
-    def forget_gradients(self):
-        """Discard gradients that have not been reduced: those that accumulate, or were left by a failed backward."""
-        for unit in self.units:
+    def forget_gradients(self, units=None):
+        """Discard gradients that have not been reduced: those that accumulate, or were left by a failed backward.
+
+        units: whose; None: of all.
+        """
+        for unit in self.units if units is None else units:
             unit.begun = unit.resident
+            unit.owing.clear()
             for group in unit.groups:
                 group.forget_gradients()
 
@@ -393,7 +399,8 @@ class Unit:
     reshard_after_forward: None until the root is known, which alone keeps its parameters by default.
     sync: whether backward reduces. leases: by group, of what is gathered. uses: how many forwards, backwards, and
     recomputations inside a backward, keep the parameters whole. missing: parameters without a gradient yet in this
-    backward. begun: whether a backward has reached this unit since the last reduction.
+    backward. begun: whether a backward has reached this unit since the last reduction. owing: the parameters that were
+    trained in such a backward.
 
     When and whether its gradients are reduced must not depend on which gradients exist, since that may differ between
     ranks. The reduction comes where the last of the unit's calls ends in backward, which the gradients of its inputs
@@ -418,7 +425,7 @@ class Unit:
         self.name, self.contains, self.engine = type(modules[0]).__name__ if modules else "resident", False, None
         self.sync, self.reshard_after_backward, self.kept = True, True, False
         self.forward_prefetch, self.backward_prefetch, self.exposed = [], [], False
-        self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
+        self.leases, self.uses, self.missing, self.begun, self.owing = {}, 0, set(), False, set()
         self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive
         # Forwards that recorded a gradient since the last backward, and whether they were ever several: on all ranks.
         self.forwards, self.repeats = 0, False
@@ -660,12 +667,16 @@ class Unit:
 
         always: even if backward reduces none.
         """
-        if not self.begun or not (always or self.reduces):
+        if not self.begun:
             return
-        self.begun = False
         for group in self.groups:
-            if group.trained:
-                self.engine.reduce(group, group.trained)
+            self.owing.update(group.trained)  # also if they are frozen before it comes to a reduction
+        if not (always or self.reduces):
+            return
+        owing, self.begun, self.owing = self.owing, False, set()
+        for group in self.groups:
+            if parameters := [parameter for parameter in group.parameters if parameter in owing]:
+                self.engine.reduce(group, parameters)
 
 
 class Call:

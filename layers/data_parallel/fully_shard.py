@@ -65,7 +65,8 @@ def fully_shard(
         None: all ranks.
     reshard_after_forward: whether to give the memory back between forward and backward. None: yes with
         strategy="parameters", but for the root, the module whose forward runs first. False takes memory of the unit's
-        own for good. Of torch's integers, the number of ranks that parts are kept over, all is True and 1 is False.
+        own for good, and keeps it after a forward without gradients too, as torch's does: what is written through
+        `.data` then is seen after `reshard()`. Of torch's integers, the number of ranks that parts are kept over, all is True and 1 is False.
     strategy: what is split over the ranks.
         "parameters": all: parameters, gradients and optimizer states (ZeRO 3).
         "gradients": the same, but parameters are gathered once in a step, in the order of their use (ZeRO 2).
@@ -230,12 +231,12 @@ class ShardedModule(FSDPModule):
         """Changes nothing: parameters that a rank didn't use always count as zero."""
 
     def zero_grad(self, set_to_none: bool = True):
-        """Discard all gradients, also those that accumulate without having been reduced."""
+        """Discard the gradients of this module's parameters, also those that accumulate without having been reduced."""
         unit = unit_of(self)
         unit.end_iteration()
         super().zero_grad(set_to_none)
         if unit.engine is not None:
-            unit.engine.forget_gradients()
+            unit.engine.forget_gradients(_units(self, recurse=True))
 
     def _apply(self, function, recurse=True):
         unit_of(self).end_iteration()

@@ -15,6 +15,7 @@ With shards the values are a slot of their own:
 """
 
 import math
+import sys
 import weakref
 
 import torch
@@ -61,8 +62,8 @@ class ParamBucket:
 
     grads: [n], where n is a multiple of the number of shards; zero between the parameters. values: of the parameters,
     if they are sharded, or None. owned: the parameters, or the shard, that this rank's optimizer updates, each with its
-    `main_grad`. given: what each of them gets as `.grad`: its `main_grad`, or a part of `cast`, a copy in the
-    parameters' dtype.
+    `main_grad`. given: what each of them gets as `.grad`: the memory of its `main_grad`, or a part of `cast`, a copy in
+    the parameters' dtype.
 
     The `.grad` of a parameter in a shard is a NaN in its shape, without memory. Whoever drops or zeroes that, as the
     module's own zero_grad does, has dropped the gradient; whoever reads it finds NaN, and can't scale it.
@@ -88,14 +89,15 @@ class ParamBucket:
             self.values = UpdatedValues(name, self.layout, levels.inside, comm_stream, dev)
             self.owned = [self.values.shard]
             self.values.shard.main_grad = self._own
-        self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
+        self.cast, self.given = None, {owned: owned.main_grad.view_as(owned.main_grad) for owned in self.owned}
         self._marks = {}  # of parameters in a shard: what `.grad` is, and torch's write count of that
         weakref.finalize(self, _take_off, self._marks).atexit = False
         self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
         if grad_dtype != first.dtype:
             self.cast = self._own.to(first.dtype)
-            given = [self.cast] if levels.sharded else self.layout.views(self.cast)
-            self.given = dict(zip(self.owned, given, strict=True))
+            views = (self.cast,) if levels.sharded else self.layout.views(self.cast)
+            self.given = {owned: view.view_as(view) for owned, view in zip(self.owned, views, strict=True)}
+        self._references = max(map(self._references_to, self.given))  # that nobody else holds
 
     def __repr__(self):
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
@@ -155,6 +157,7 @@ class ParamBucket:
         if dropped and len(dropped) == len(self.parameters):
             for owned in self.owned:
                 owned.grad = self._left = None
+        self._leave_kept()
         if not self.delivered:
             self.zero()
             return
@@ -181,6 +184,17 @@ class ParamBucket:
                     if parameter.grad is None or parameter.grad is self._marks[parameter][0]:
                         self._mark(parameter)
                 self.follow()
+
+    def _leave_kept(self):
+        """Move a `.grad` that was dropped, and that somebody has kept, to memory of its own: this one is used again."""
+        for owned in self.given:
+            if owned.grad is not self.given[owned] and self._references_to(owned) > self._references:
+                kept = self.given[owned]
+                self.given[owned] = kept.view_as(kept)
+                kept.data = kept.clone()
+
+    def _references_to(self, owned: nn.Parameter) -> int:
+        return sys.getrefcount(self.given[owned])
 
     @torch.no_grad()
     def take_over(self, reduced: bool):

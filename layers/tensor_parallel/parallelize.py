@@ -19,19 +19,21 @@ from tkernels.layers.owners import check_free
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.heads import check_heads, text_config
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.plan import Given, apply
+from tkernels.layers.tensor_parallel.plan import Given, apply, call_layers
 from tkernels.layers.tensor_parallel.replicas import (
+    FOR_HEADS,
     GRAD_ALLREDUCE,
     ReplicaCheck,
     ReplicatedParameters,
+    SummedOutput,
     has_others_hooks,
 )
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
-    LatentKeys,
     LinearStyle,
     Replicated,
+    ReplicatedForHeads,
     RowwiseParallel,
     SequenceParallel,
     is_linear,
@@ -50,10 +52,11 @@ WORDS = {  # transformers' names of styles
     "sequence_parallel": SequenceParallel(use_local_output=True),
     "replicate": Replicated(),
     GRAD_ALLREDUCE: Replicated(sum_gradients=True),
+    FOR_HEADS: ReplicatedForHeads(),
 }
 LATENT_KEYS = "mla_kv_a_proj"
 # Megatron's
-STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
+STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None, FOR_HEADS: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
 _NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "mesh", "init_method"}
 
@@ -80,7 +83,8 @@ def parallelize(
         nn.Linear becomes one of these, with plain parameters that carry Megatron's marks; the others stay as they are.
         "replicated_with_grad_allreduce" is in both: for modules between a column and a row layer that are the same on
         all ranks, but used for each rank's own features or heads, as the norms of queries and keys: the gradients of
-        their parameters are summed over ranks in backward.
+        their parameters are summed over ranks in backward. So is "replicated_for_heads": for a layer that stays whole
+        while each rank's own heads read its output, as keys and values of one head: its output's gradient is summed.
     mesh: of one dimension; a process group or a Context stands for one. It and the plan may change places, as in
         parallelize_module. None: the current context.
     float8: a recipe, as of ColwiseParallel, for all linear layers that the plan gives a style by its name, except the
@@ -172,14 +176,14 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
     return given + _siblings(model, given)
 
 
-def _latent_keys(model: nn.Module, pattern: str) -> LatentKeys:
+def _latent_keys(model: nn.Module, pattern: str) -> ReplicatedForHeads:
     features = getattr(text_config(model), "qk_rope_head_dim", None)
     if not isinstance(features, int):
         raise ValueError(
             f"parallelize: {LATENT_KEYS!r} of {pattern!r} is for queries and keys of which model.config has "
             f"qk_rope_head_dim, the number of rotary features; it has none"
         )
-    return LatentKeys(features)
+    return ReplicatedForHeads(features)
 
 
 def _siblings(model: nn.Module, given: list[Given]) -> list[Given]:
@@ -221,6 +225,8 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
     with ctx.group.checking("parallelize"):  # as for the other vocabulary, which one rank's wrong plan may look like
         asked = _match(model, plan, float8)
         styles = dict(asked)
+        for_heads = [name for name, (style, _) in styles.items() if style == FOR_HEADS]
+        styles = {name: given for name, given in styles.items() if name not in for_heads}
         summed = _take_summed(model, styles)
         for name in styles:
             _check_swappable(model, name)
@@ -235,8 +241,11 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
             raise type(error)(f"parallelize: {name!r}: {error}") from error
     for name, layer in layers.items():
         model.set_submodule(name, layer)
+    call_layers(model)
     for module in summed.values():
         ReplicatedParameters(module, ctx.name, sum_gradients=True)
+    for name in for_heads:
+        SummedOutput(model.get_submodule(name), ctx.name, features=None)
     ReplicaCheck.attach(model, ctx.name)
     return model
 
@@ -318,6 +327,11 @@ def _check_swappable(model: nn.Module, name: str):
         "forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre",
         "load_state_dict_post",
     )  # fmt: skip
+    if "forward" in vars(linear):
+        raise ValueError(
+            f"parallelize: {name!r} has a forward of its own, set on the module as accelerate's hooks do it, which the "
+            f"new layer would lose; take it off, or set it after parallelize"
+        )
     hooks = [kind for kind in kinds if getattr(linear, f"_{kind}_hooks")]
     if any(has_others_hooks(p) or p._post_accumulate_grad_hooks for p in linear.parameters()):
         hooks.append("parameters'")

@@ -19,12 +19,12 @@ from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.group import listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.heads import check_heads
-from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck
+from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck, is_part
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
-    LatentKeys,
     Replicated,
+    ReplicatedForHeads,
     RowwiseParallel,
     Style,
     reads_its_parameters,
@@ -32,7 +32,8 @@ from tkernels.layers.tensor_parallel.styles import (
 
 Given = tuple[str, nn.Module, ParallelStyle]  # a module's path, the module, its style
 # Of these a module may have several: they leave its parameters alone.
-PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, ColwiseParallelGroup, Share, LatentKeys
+PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, ColwiseParallelGroup, Share
+PREPARE += (ReplicatedForHeads,)
 
 
 def parallelize_module(
@@ -106,10 +107,27 @@ def apply(
     for (first, name), *others in tied:
         for other, other_name in others:
             other.register_parameter(other_name, first._parameters[name])
+    call_layers(module)
     ReplicaCheck.attach(module, ctx.name)
     ReadsChildren.attach(module)
     let_grad_scaler_see_all_ranks()
     return module
+
+
+def call_layers(model: nn.Module):
+    """Have torch's encoder layers call the split linears in them, with no nested tensors.
+
+    In inference they would read the weights, of which a rank has a part.
+    """
+    read = []
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(is_part(each) for child in module.children() for each in child.parameters(recurse=False)):
+                module.activation_relu_or_gelu = 0  # torch's number of an activation that its fast path doesn't know
+                read.append(module)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(layer in read for layer in module.layers):
+            module.use_nested_tensor = False
 
 
 def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[Given]:

@@ -18,6 +18,7 @@ from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.torch_operators import replicated
 
 GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the style
+FOR_HEADS = "replicated_for_heads"
 SLICES = 16  # of a gradient, each compared by its sum and size
 # Ranks may round differently (atomics, tuned kernels), in 16 bits under autocast whatever a gradient's dtype. The root
 # lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
@@ -43,9 +44,11 @@ class ReplicatedParameters:
         _register_first(module, self._before)  # spectral_norm's hook reads parameters
         module.register_forward_hook(self._after, always_call=True)
 
-    def _before(self, module, _):
+    def _before(self, module, args):
         if not self._lent:
             self._replace(module)
+        if self._check is not None and isinstance(module, nn.Linear) and args:
+            self._check.watch_input(f"{self._path}weight", args[0])
 
     def _after(self, module, *_):
         if not self._lent:
@@ -92,6 +95,30 @@ class ReplicatedParameters:
         return next((owner for owner in owners if isinstance(owner, ReplicatedParameters)), None)
 
 
+class SummedOutput:
+    """A hook of a module that is the same on all ranks, but whose output each rank's heads read: keys and values of all
+    heads. The output's gradient is summed over ranks, so that those behind it, of parameters and input, are whole.
+
+    features: of the output, the last ones are summed; None: all.
+    """
+
+    def __init__(self, module: nn.Module, context: str, features: int | None):
+        self.features, self._context = features, context
+        self._check, self._name = None, ""
+        module.register_forward_hook(self._after)
+
+    def _after(self, module, inputs, y: torch.Tensor) -> torch.Tensor:
+        first, own = (None, y) if self.features is None else y.tensor_split([y.shape[-1] - self.features], -1)
+        own = replicated(own, self._context)
+        if self._check is not None and own.requires_grad:
+            own = self._check.watch_use(self._name, own)
+        return own if first is None else torch.cat((first, own), -1)
+
+    def watched_by(self, check: "ReplicaCheck", path: str):
+        """Let a check see the parts of the gradient. path: the prefix of the parameters' names."""
+        self._check, self._name = check, f"{path}weight"
+
+
 class ReadsChildren:
     """Hooks of a module whose forward may read the parameters of replicated children instead of calling them.
 
@@ -129,7 +156,7 @@ class ReplicaCheck:
     """Compares the gradients of replicated parameters over ranks, each once, at the end of a backward.
 
     split, summed: names of the parameters of which each rank has a part, and of those whose gradients are summed by
-        ReplicatedParameters.
+        ReplicatedParameters. outputs: paths of split modules with a whole output, whose gradient all ranks must have.
 
     It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
     Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
@@ -141,33 +168,44 @@ class ReplicaCheck:
     is of the latest gradients of all parameters that have not been compared yet.
     """
 
-    def __init__(self, context: str, split: frozenset[str], summed: frozenset[str]):
-        self._context, self._split, self._summed = context, split, summed
+    def __init__(self, context: str, split: frozenset[str], summed: frozenset[str], outputs: frozenset[str]):
+        self._context, self._split, self._summed, self._outputs = context, split, summed, outputs
+        self._watched_outputs = set(outputs)  # that are yet to be compared
+        self._linears = set()  # names of parameters of linear layers
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
         self._known = set()  # names of those that take gradients, as far as they have been looked at
         self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
-        self._gradients, self._uses = {}, {}  # summaries of what has arrived, by parameter
+        # Summaries of what has arrived, by parameter and, of outputs, by module; and of inputs of summed linear layers.
+        self._gradients, self._uses, self._arriving, self._inputs = {}, {}, {}, {}
         self._frozen = None  # since the first forward, where the parameters are that have always been: module and name
         self._watch_in_trace = None  # of a model from the meta device: torch.compile calls it, and leaves it out
         self._called = set()  # paths of the parts that have been called, of those that were on the meta device
         self._task, self._due = None, False
 
     def __reduce__(self):
-        return ReplicaCheck, (self._context, self._split, self._summed)  # a copy of the model has other parameters
+        # A copy of the model has other parameters.
+        return ReplicaCheck, (self._context, self._split, self._summed, self._outputs)
 
     @classmethod
     def attach(cls, model: nn.Module, context: str):
         """Let a check watch the parameters of a model whose modules have been parallelized."""
-        summing = [
-            (f"{path}." if path else "", hooks)
-            for path, module in model.named_modules()
-            if (hooks := ReplicatedParameters.of(module)) is not None and hooks.sum_gradients
-        ]
+        summing, outputs = [], {}
+        for path, module in model.named_modules():
+            owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+            sums = [each for each in owners if isinstance(each, SummedOutput)]
+            hooks = ReplicatedParameters.of(module)
+            sums += [hooks] if hooks is not None and hooks.sum_gradients else []
+            summing += [(f"{path}." if path else "", each) for each in sums]
+            if _has_whole_output(module) and not sums:
+                outputs[path] = module
         check = cls(
             context,
             split=frozenset(name for name, parameter in model.named_parameters() if is_part(parameter)),
-            summed=frozenset(f"{path}{name}" for path, hooks in summing for name in hooks.names),
+            summed=frozenset(f"{path}{name}" for path, hooks in summing for name in getattr(hooks, "names", ())),
+            outputs=frozenset(outputs),
         )
+        for path, module in outputs.items():
+            module.register_forward_hook(functools.partial(check._watch_output, path))
         for path, hooks in summing:
             hooks.watched_by(check, path)
         check._watch(_places(model))
@@ -204,6 +242,7 @@ class ReplicaCheck:
         """Watch these parameters beside those that are watched. places: see `_places`."""
         found = {name: getattr(module, attribute) for name, (module, attribute) in places.items()}
         trained = {name: each for name, each in found.items() if _trained(each) and not each.is_meta}
+        self._linears |= {name for name, (module, _) in places.items() if isinstance(module, nn.Linear)}
         self._known |= trained.keys()
         self._triggers, self._counts = self._known & self._split or self._known, {}
         if find_context(self._context).size == 1:
@@ -219,6 +258,22 @@ class ReplicaCheck:
         if not _traced() and name in self._handles:
             value.register_hook(functools.partial(self._use_arrived, name))
         return value
+
+    def watch_input(self, name: str, x):
+        """Look at the input of a linear layer, whose gradient would be a part if all ranks had the same one."""
+        wanted = name in self._handles and name not in self._inputs and torch.is_grad_enabled()
+        if wanted and type(x) is torch.Tensor and x.requires_grad and x.numel() and not _traced():
+            self._inputs[name] = _summary(x.detach())
+
+    def _watch_output(self, path: str, module, inputs, output):
+        """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
+        y = output[0] if isinstance(output, tuple) else output
+        if path in self._watched_outputs and not _traced() and isinstance(y, torch.Tensor) and y.requires_grad:
+            y.register_hook(functools.partial(self._output_arrived, path))
+
+    def _output_arrived(self, path: str, grad: torch.Tensor):
+        if path in self._watched_outputs and self._looks():
+            self._record(path, grad, self._arriving)
 
     def _use_arrived(self, name: str, grad: torch.Tensor):
         if self._looks():
@@ -256,16 +311,27 @@ class ReplicaCheck:
         """Collective, if a comparison is due. Raises MismatchError, the same on every rank."""
         if not self._due or self._done():
             return
-        mine = [{name: each.tolist() for name, each in found.items()} for found in (self._gradients, self._uses)]
-        self._gradients, self._uses, self._due = {}, {}, False
+        found = self._gradients, self._uses, self._arriving, self._inputs
+        mine = [{name: each.tolist() for name, each in summaries.items()} for summaries in found]
+        self._gradients, self._uses, self._arriving, self._inputs, self._due = {}, {}, {}, {}, False
         ranks = find_context(self._context).group.gather(mine)
-        gradients, uses = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
+        gradients, uses, arriving, inputs = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
+        self._watched_outputs -= arriving.keys()
         if same := [name for name, each in uses.items() if each.shape[1] > 2 and (each == each[0]).all()]:
             warnings.warn(
-                f"parallelize: {listed(same)}: the style {GRAD_ALLREDUCE!r} sums the parts of a gradient that ranks "
+                f"parallelize: {listed(same)}: a style as {GRAD_ALLREDUCE!r} sums the parts of a gradient that ranks "
                 f"have, but here each has the same. If that is the whole one, it counts {len(ranks)} times; take the "
                 f"style off modules that don't lie between a column and a row layer. (Inputs or weights that are all "
                 f"equal, as of ones, make parts equal, too)",
+                stacklevel=2,
+            )
+        if alike := [name for name, each in inputs.items() if each.shape[1] > 2 and (each == each[0]).all()]:
+            warnings.warn(
+                f"parallelize: {listed(alike)}: the style {GRAD_ALLREDUCE!r} sums the gradient of a linear layer's "
+                f"parameters, but not that of its input, which is the same on all ranks. If the output goes to each "
+                f"rank's own heads, all that is before the layer gets a part of its gradient: give it {FOR_HEADS!r} "
+                f"instead, and take the style off what is before it. (Inputs of equal numbers, as ones, are the same, "
+                f"too)",
                 stacklevel=2,
             )
         differing = _differing(gradients)
@@ -274,6 +340,25 @@ class ReplicaCheck:
                 f"parallelize: the gradients of {listed(read)} differ between ranks in spite of the style "
                 f"{GRAD_ALLREDUCE!r}, which concerns what a module's own forward reads; pass the parameter through "
                 f"copy_to_tensor_model_parallel_region where it is read elsewhere"
+            )
+        if differing and (linear := next((name for name in differing if name in self._linears), None)):
+            raise MismatchError(
+                f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
+                f"would drift apart. {linear} is that of a linear layer that is the same on all ranks. If its output "
+                f"goes to each rank's own heads, as keys and values of all heads, have the output's gradient summed, "
+                f"which makes those before it whole: plan | {{{_pattern(linear)!r}: {FOR_HEADS!r}}}, where the plan of "
+                f"'auto' is model.tp_plan; ReplicatedForHeads() in parallelize_module's; "
+                f"copy_to_tensor_model_parallel_region(output) in a forward. If its input is each rank's own, "
+                f"{GRAD_ALLREDUCE!r}. Otherwise ranks that share a model have different inputs or random masks"
+            )
+        if parts := _differing(arriving):
+            raise MismatchError(
+                f"parallelize: the gradient of the output of {listed(parts)} differs between ranks, although all have "
+                f"all of the output, so that gradients are wrong from there on. If each rank's own heads or features "
+                f"read it, as keys and values of all heads, leave the layer whole, and have its output's gradient "
+                f"summed: plan | {{{_pattern(f'{parts[0]}.weight')!r}: {FOR_HEADS!r}}}, or pass the output through "
+                f"copy_to_tensor_model_parallel_region. Otherwise ranks that share a model have different inputs or "
+                f"random masks"
             )
         if differing:
             patterns = dict.fromkeys(map(_pattern, differing))
@@ -331,6 +416,15 @@ def is_part(parameter: torch.Tensor) -> bool:
     if isinstance(parameter, DTensor):
         return any(placement.is_shard() for placement in parameter.placements)
     return is_split(parameter)
+
+
+def _has_whole_output(module: nn.Module) -> bool:
+    """Whether a module of which each rank has a part returns all of its output on each."""
+    if not any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None):
+        return False
+    if (layout := getattr(module, "_layout", None)) is not None:
+        return layout.output.is_replicate()
+    return not getattr(module, "sequence_parallel", True) and getattr(module, "gather_output", True)
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

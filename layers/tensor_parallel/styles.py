@@ -38,8 +38,7 @@ from tkernels.layers.tensor_parallel.modules import (
     SequenceModule,
     subclass,
 )
-from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks, is_part
-from tkernels.torch_operators import replicated
+from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, SummedOutput, has_others_hooks, is_part
 
 __all__ = [
     "ColwiseParallel",
@@ -106,6 +105,11 @@ class Style(ParallelStyle):
             raise TypeError(
                 f"{what} is in torch.float64, and tkernels multiplies float32, bfloat16 and float16; convert the model "
                 f"or use torch's own styles"
+            )
+        if self.kinds == Style.kinds and "forward" in vars(module):
+            raise TypeError(
+                f"{what} has a forward of its own, set on the module as accelerate's hooks do it, which knows no "
+                f"parts; take it off, or set it afterwards"
             )
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise TypeError(
@@ -368,28 +372,26 @@ class Replicated(Style):
         ReplicatedParameters(module, self.context_over(device_mesh), self.sum_gradients)
 
 
-class LatentKeys(ParallelStyle):
-    """transformers' "mla_kv_a_proj": of a projection that stays whole, to latent keys and values and to rotary keys.
+class ReplicatedForHeads(ParallelStyle):
+    """Of a module that stays whole, while each rank's own heads read its output: keys and values of all heads.
 
-    The latent features go on to a column layer, but each rank's heads read the rotary ones, the last `features`
-    of the output, as they are: their gradients are summed over ranks.
+    The output's gradient is summed over ranks in backward, so that those of the parameters and of the input are whole.
+
+    features: only the last ones of the output go to heads, as the rotary keys of transformers' "mla_kv_a_proj", whose
+        other features go on to a column layer. None: all.
     """
 
     context = None  # as Style's
 
-    def __init__(self, features: int):
+    def __init__(self, features: int | None = None):
         self.features = features
 
     def __repr__(self) -> str:
-        return f"LatentKeys({self.features})"
+        return f"ReplicatedForHeads({self.features})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(functools.partial(self._sum, self.features, self.context))
+        SummedOutput(module, self.context or as_context(device_mesh).name, self.features)
         return module
-
-    @staticmethod
-    def _sum(features: int, context: str, module: nn.Module, inputs, y: torch.Tensor) -> torch.Tensor:
-        return torch.cat((y[..., :-features], replicated(y[..., -features:], context)), -1)
 
 
 def reads_its_parameters(module: nn.Module) -> bool:
