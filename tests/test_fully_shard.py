@@ -936,6 +936,49 @@ def test_fully_shard_communicates_what_its_strategy_says(ctx, strategy, gathers,
 # Odd models
 
 
+class KeepsItsLoss(nn.Module):
+    """A block with an auxiliary loss, of its output or of what comes before."""
+
+    def __init__(self, behind: bool):
+        super().__init__()
+        self.behind, self.up, self.down = behind, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not self.behind:
+            self.loss = self.down(torch.tanh(x)).square().mean()
+        y = x + self.down(torch.tanh(self.up(x)))
+        if self.behind:
+            self.loss = self.down(torch.tanh(y)).square().mean()
+        return y
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_the_backward_of_a_loss_that_no_output_begins(ctx):
+    """Its unit's memory is another unit's by then: in the first step the gradients would be wrong."""
+    for behind in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(KeepsItsLoss(behind) for _ in range(4))).to(ctx.device)
+        twin, x = copy.deepcopy(model), torch.ones(2, 4, device=ctx.device)
+        for each in (*model, model):
+            fully_shard(each, mesh=mesh_of(ctx))
+
+        def loss(model, x=x):
+            return model(x).square().mean() + sum(block.loss for block in model)
+
+        for _ in range(2):
+            if behind:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss(model).backward()
+                model.zero_grad()
+                continue
+            loss(model).backward()
+            twin.zero_grad()
+            loss(twin).backward()
+            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+            model.zero_grad()
+
+
 class Towers(nn.Module):
     """Units none of whose inputs wants a gradient."""
 

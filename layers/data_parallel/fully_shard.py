@@ -66,7 +66,8 @@ def fully_shard(
     reshard_after_forward: whether to give the memory back between forward and backward. None: yes with
         strategy="parameters", but for the root, the module whose forward runs first. False takes memory of the unit's
         own for good, and keeps it after a forward without gradients too, as torch's does: what is written through
-        `.data` then is seen after `reshard()`. Of torch's integers, the number of ranks that parts are kept over, all is True and 1 is False.
+        `.data` then is seen after `reshard()`. Of torch's integers, the number of ranks that parts are kept over, all
+        is True and 1 is False.
     strategy: what is split over the ranks.
         "parameters": all: parameters, gradients and optimizer states (ZeRO 3).
         "gradients": the same, but parameters are gathered once in a step, in the order of their use (ZeRO 2).

@@ -176,7 +176,12 @@ class Parameter:
     @property
     def writes(self) -> int:
         """Torch's count of writes to the whole parameter, since it got its memory or from some number on."""
-        return (self.whole if self.tensor_parallel is None else self.whole._local_tensor)._version
+        return self.counter._version
+
+    @property
+    def counter(self) -> torch.Tensor:
+        """What has this count."""
+        return self.whole if self.tensor_parallel is None else self.whole._local_tensor
 
     def point(self, memory: torch.Tensor):
         """Make the whole parameter a view of this memory."""
@@ -224,6 +229,7 @@ class ParamGroup:
         self.id = kind
         self._shards: list[torch.Tensor] = []
         self._writes: list[int] = []  # to the whole parameters before the module got them
+        self._hidden: dict[int, int] = {}  # by a counter of writes, what it says while `conceal` has it say so
         self._views, self._layouts = {}, {}
         for parameter in parameters:
             parameter.group = self
@@ -289,6 +295,7 @@ class ParamGroup:
             if whole is None or (whole.dtype, whole.device) != (self.param_dtype, shard.device):
                 parameter.make_whole(self.param_dtype, shard.device, hook)
         self._views.clear()
+        self._hidden.clear()
         return True
 
     def _check_settled(self, parameter: Parameter, now, first):
@@ -342,6 +349,9 @@ class ParamGroup:
             parameter.whole.requires_grad_(parameter.sharded.requires_grad)
             parameter.point(view)
             parameter.register(parameter.whole)
+        counters = [parameter.counter for parameter in self.parameters]
+        hidden = [counter for counter in counters if self._hidden.pop(id(counter), None) == counter._version]
+        torch._C._autograd._unsafe_set_version_counter(hidden, [counter._version - 1 for counter in hidden])
         self._writes = [parameter.writes for parameter in self.parameters]
 
     def check_unwritten(self, module: nn.Module):
@@ -355,7 +365,14 @@ class ParamGroup:
                 )
 
     def conceal(self):
-        """Give the module the sharded parameters. A whole one that somebody has kept is empty, not another unit's."""
+        """Give the module the sharded parameters. A whole one that somebody has kept is empty, not another unit's.
+
+        And what autograd has saved of it counts as written to until `expose`, so that torch refuses a backward through
+        it that no output of the unit has begun, as of a loss that a module keeps.
+        """
+        counters = [parameter.counter for parameter in self.parameters]
+        torch.autograd.graph.increment_version(counters)
+        self._hidden.update({id(counter): counter._version for counter in counters})
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
             parameter.point(self.flat[:0])
