@@ -148,7 +148,7 @@ def meet(group: Group, call: str, value=None) -> list | None:
 
     A rank whose wait timed out, or that left by an exception, skips the meeting in `finalize`, where ranks without a
     failure wait for it. It meets them in its next call of `init` or `finalize` instead: their `finalize` then returns,
-    and this rank waits for their next call.
+    and this rank waits for their next call. So it does if its `init` meets them in another call, which then raises.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -157,6 +157,8 @@ def meet(group: Group, call: str, value=None) -> list | None:
             return group.gather((value, [each.name for each in open_contexts(group) if each.group.alive]), call)
         except OutOfStepError as error:
             if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
+                if call == INIT and any(each.group.global_ranks == group.global_ranks for each in _abandoned):
+                    continue  # the others' error: in a call of the context that this rank has left
                 raise
             met = list(zip(error.calls, (names for _, names in error.values), strict=True))
             leaving = {

@@ -100,6 +100,24 @@ def test_what_ranks_abandon_at_different_times_is_given_back_where_they_meet_nex
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("warm", [False, True], ids=["in the first call", "in a later call"])
+def test_init_starts_afresh_after_an_exception_of_one_rank_wherever_the_others_wait(ctx, warm):
+    """In a first call the others wait on the host: one init of the rank that failed tells them, and the next meets."""
+    for fails in (True, False):
+        try:
+            with tkernels.init(heap_bytes=4 << 20, default=False) as context:
+                if warm:
+                    check_gather(context)
+                if fails and ctx.rank == 1:
+                    raise ZeroDivisionError
+                check_gather(context, 5.0)
+        except (ZeroDivisionError, TkernelsError) as error:
+            assert fails and isinstance(error, ZeroDivisionError) == (ctx.rank == 1)
+        else:
+            assert not fails
+
+
+@pytest.mark.ranks(2)
 def test_init_and_finalize_twenty_times_leave_nothing_behind(ctx):
     def once(round):
         with tkernels.init(heap_bytes=4 << 20) as context:

@@ -64,8 +64,32 @@ def test_that_skips(ctx, monkeypatch):
 
 def test_without_ranks(tmp_path):
     assert tmp_path.exists()
+
+class TestOfAnInstance:
+    number = 0
+
+    def setup_method(self):
+        self.number = 1
+
+    @pytest.fixture(autouse=True)
+    def opened(self, ctx):
+        self.word, self.own = "set", ctx
+        yield
+
+    @pytest.mark.ranks(2)
+    def test_state(self, ctx):
+        assert (self.number, self.word, self.own) == (1, "set", ctx)
+
+@pytest.mark.ranks(2)
+def test_that_is_expected_to_fail(ctx):
+    pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ZeroDivisionError)
+def test_that_raises_as_expected(ctx):
+    1 / 0
 """)
-    result.assert_outcomes(passed=6, skipped=1)
+    result.assert_outcomes(passed=7, skipped=1, xfailed=2)
     result.stdout.fnmatch_lines(["*test_first?2-ranks-torch.float32? PASSED*", "*SKIPPED*not today*"])
     result.stdout.fnmatch_lines(["*test_first?1-ranks-torch.bfloat16? PASSED*", "*::TestOfAClass::test_method*PASSED*"])
     notes = [(tmp_path / name).read_text().split("\n") for name in ("2-0", "2-1", "1-0")]
@@ -143,14 +167,23 @@ def test_with_an_opener(ctx, opener):
 def test_with_a_rank_in_a_fixture(rank_in_a_fixture):
     pass
 
+class TestOfAnInstance:
+    def setup_method(self):
+        self.opened = lambda: 0
+
+    @pytest.mark.ranks(1)
+    def test_it(self, ctx):
+        pass
+
 def test_without_a_mark(ctx):
     pass
 """)
-    result.assert_outcomes(failed=1, errors=2)
+    result.assert_outcomes(failed=2, errors=2)
     result.stdout.fnmatch_lines([
         "*AttributeError: ctx.rank: ctx exists on the ranks only*",
         "*ctx is the Context of a rank: mark the test with @pytest.mark.ranks*",
         "*the value of fixture 'opener' (function) cannot be sent to the ranks:*",
+        "*the attribute 'opened' (function) cannot be sent to the ranks:*",
     ])
 
 

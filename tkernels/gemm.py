@@ -391,9 +391,9 @@ def precision(dtype: torch.dtype, fast_accum: bool = True) -> str:
 
     FP8 without fast_accum: "promoted", the sums of each 128 of K are added in fp32. All else is "ieee".
     """
+    if fast_accum not in (True, False):
+        raise TypeError(f"fast_accum={fast_accum!r} must be True or False")
     if dtype in FP8:
-        if fast_accum not in (True, False):
-            raise TypeError(f"fast_accum={fast_accum!r} must be True or False")
         return "ieee" if fast_accum else "promoted"
     # allow_tf32, the older name, mirrors this switch, but raises where any switch was set by its newer name.
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -24,7 +24,7 @@ from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import Regions, round_up
 from tkernels.comm.workspace import inboxes_fit
-from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
+from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages_rows
 from tkernels.model import PLAIN_BYTES, sent_dtype
@@ -82,6 +82,8 @@ def explain(
     """
     check_type("explain: operation", operation, str, "a name")
     check_torch_dtype("explain: dtype", dtype)
+    if dtype not in DTYPES and dtype not in FP8:
+        raise TypeError(f"explain: products are of {', '.join(map(str, (*DTYPES, *FP8)))}, but dtype={dtype}")
     M, N, K = whole("explain: M", M), whole("explain: N", N), whole("explain: K", K)
     if operation not in ("matmul", *PLAIN_BYTES):
         raise ValueError(

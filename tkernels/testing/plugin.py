@@ -7,12 +7,13 @@
         gathered = tkernels.all_gather(mine, ctx=ctx)
         assert gathered[:: rows, 0].tolist() == list(range(ctx.size))
 
-`ctx` is the rank's Context. `-k 2-ranks` selects the runs on 2 ranks. Fixtures run in pytest's process and their values
-are sent to the body, so they must pickle; what they set in os.environ is set in the body too, but what a library read
-of it on import stays. A body may skip, if it does so on every rank. The ranks and their Context are kept between tests;
-a failure ends them, and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there
-are is skipped, unless TKERNELS_SHARE_GPUS=1 lets ranks share them. A marked test that can't run on ranks fails by name:
-an `async def`, a method of unittest.TestCase, a mark without numbers.
+`ctx` is the rank's Context. `-k 2-ranks` selects the runs on 2 ranks. Fixtures and setup_method run in pytest's
+process; their values, and what they set on the test's instance, are sent to the body, so they must pickle; what they
+set in os.environ is set in the body too, but what a library read of it on import stays. A body may skip or xfail, if it
+does so on every rank. The ranks and their Context are kept between tests; a failure ends them, and the next test starts
+new ones. On the nvshmem runtime a test that needs more GPUs than there are is skipped, unless TKERNELS_SHARE_GPUS=1
+lets ranks share them. A marked test that can't run on ranks fails by name: an `async def`, a method of
+unittest.TestCase, a mark without numbers.
 
 The time limit of a test is that of its marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
 seconds). A test that exceeds it fails and shows the stacks of every rank.
@@ -108,22 +109,25 @@ def pytest_pyfunc_call(pyfuncitem):
 
     failure, timeout_s = None, marker.kwargs.get("timeout_s")
     timeout_s = float(pyfuncitem.config.getini("tkernels_timeout") if timeout_s is None else timeout_s)
-    values = _pickled_values(pyfuncitem)
+    values, state = _pickled_values(pyfuncitem)
     pool, environment = _pool(pyfuncitem)
     owner = pyfuncitem.cls.__qualname__ if pyfuncitem.cls else ""
     module = pyfuncitem.module.__name__, pyfuncitem.module.__file__
+    body = owner, pyfuncitem.originalname, values, state
     try:
-        skips = pool.run(
-            _run_body, sys.path, module, owner, pyfuncitem.originalname, values, environment, timeout_s=timeout_s
-        )
+        ends = pool.run(_run_body, sys.path, module, body, environment, timeout_s=timeout_s)
     except RankError as error:
         failure = str(error)
-    if failure is None and any(skips):
-        if all(skips):
-            pytest.skip(skips[0])
-        rank = next(rank for rank, reason in enumerate(skips) if reason)
-        others = [rank for rank, reason in enumerate(skips) if not reason]
-        failure = f"rank {rank} skipped ({skips[rank]}), but ranks {others} did not; skip on every rank or on none"
+        expected = [mark.kwargs["raises"] for mark in pyfuncitem.iter_markers("xfail") if mark.kwargs.get("raises")]
+        if error.__cause__ is not None and any(isinstance(error.__cause__, kinds) for kinds in expected):
+            raise error.__cause__ from None
+    if failure is None and any(ends):
+        rank, (kind, reason) = next((rank, end) for rank, end in enumerate(ends) if end)
+        if all(end and end[0] == kind for end in ends):
+            {"skip": pytest.skip, "xfail": pytest.xfail}[kind](reason)
+        others = [rank for rank, end in enumerate(ends) if not end or end[0] != kind]
+        words = {"skip": "skipped", "xfail": "failed as expected"}[kind]
+        failure = f"rank {rank} {words} ({reason}), but ranks {others} did not; {kind} on every rank or on none"
     if failure is not None:
         pytest.fail(failure, pytrace=False)
     return True
@@ -204,45 +208,57 @@ def _close_oldest(config):
         config.stash[_CLOSE_ERRORS].append(str(error))
 
 
-def _pickled_values(item) -> dict[str, bytes | None]:
-    """The arguments of a test's function, each pickled separately; None stands for ctx."""
+def _pickled_values(item) -> tuple[dict[str, bytes | None], dict[str, bytes | None]]:
+    """The arguments of a test's function, and what setup_method and fixtures have set on its instance.
+
+    Each is pickled separately; None stands for ctx.
+    """
     from tkernels.launch import dumps
 
-    values, problem = {}, None
-    for name in inspect.signature(item.function).parameters:
-        if name not in item.funcargs:
-            continue
-        value = item.funcargs[name]
-        if isinstance(value, pytest.MonkeyPatch):
-            value = pytest.MonkeyPatch()  # what fixtures have patched by it is not the body's to undo
-        try:
-            values[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
-        except Exception as error:  # a value's own __reduce__ can raise anything
-            problem = f"the value of fixture {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}"
+    problem = None
+
+    def pickled(what: str, named: dict) -> dict:
+        nonlocal problem
+        found = {}
+        for name, value in named.items():
+            if isinstance(value, pytest.MonkeyPatch):
+                value = pytest.MonkeyPatch()  # what fixtures have patched by it is not the body's to undo
+            try:
+                found[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
+            except Exception as error:  # a value's own __reduce__ can raise anything
+                problem = f"{what} {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}"
+        return found
+
+    taken = inspect.signature(item.function).parameters
+    values = pickled("the value of fixture", {name: item.funcargs[name] for name in taken if name in item.funcargs})
+    state = pickled("the attribute", vars(item.instance) if item.cls else {})
     if problem is not None:
         pytest.fail(
             f"{problem}. Fixtures run in pytest's process; make this value in the body of the test, "
             "or let the fixture return one that pickles.",
             pytrace=False,
         )
-    return values
+    return values, state
 
 
 # Code that runs in a rank
 
 
-def _run_body(ctx, import_path, module, owner: str, function: str, values, environment) -> str:
-    """Run a test's body. Returns the reason if it skipped, else "".
+def _run_body(ctx, import_path, module, body, environment) -> tuple[str, str] | None:
+    """Run a test's body. Returns ("skip" or "xfail", the reason) if it ended so.
 
-    owner: the qualified name of its class, or "". environment: what it finds changed in os.environ; None for what is
-    not there.
+    body: the qualified name of its class, or "", that of the function, its arguments, and its instance's attributes.
+    environment: what it finds changed in os.environ; None for what is not there.
     """
     sys.path[:] = import_path
-    place = _load(*module)
-    values = {name: ctx if value is None else pickle.loads(value) for name, value in values.items()}
+    place, (owner, function, *given) = _load(*module), body
+    values, state = ({name: ctx if value is None else pickle.loads(value) for name, value in g.items()} for g in given)
     for name in filter(None, owner.split(".")):
         place = getattr(place, name)
-    body = getattr(place() if owner else place, function)
+    if owner:
+        place = place()
+        vars(place).update(state)
+    body = getattr(place, function)
     with mock.patch.dict(os.environ):  # back to what it was, whatever the body does
         for variable, value in environment.items():
             if value is None:
@@ -252,12 +268,14 @@ def _run_body(ctx, import_path, module, owner: str, function: str, values, envir
         try:
             body(**values)
         except pytest.skip.Exception as skipped:
-            return skipped.msg or "skipped"
+            return "skip", skipped.msg or "skipped"
+        except pytest.xfail.Exception as failed:
+            return "xfail", failed.msg or "as expected"
         finally:  # pytest undoes a MonkeyPatch only in its own process, and the changes were made in this one
             for value in values.values():
                 if isinstance(value, pytest.MonkeyPatch):
                     value.undo()
-    return ""
+    return None
 
 
 def _load(name: str, path: str):
