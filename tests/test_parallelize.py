@@ -811,10 +811,33 @@ def test_parallelize_sums_the_gradient_of_an_output_that_is_for_each_ranks_heads
         if getattr(parameter, "tensor_model_parallel", False):
             whole = whole.chunk(ctx.size, parameter.partition_dim)[ctx.rank]
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-7, msg=name)
+    # Without a parameter that all ranks have, too; and once an output is compared, nothing watches it.
+    alone = OneHeadOfKeys().to(ctx.device)
+    alone.norm = nn.Identity()
+    with pytest.raises(MismatchError, match="gradient of the output of kv differs"):
+        gradients(parallelize(alone, {"q": "colwise", "o": "rowwise", "kv": "colwise_gather_output"}, ctx))
+    plain = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16)).to(ctx.device)
+    parallelize(plain, {"0": "colwise", "1": "rowwise"}, ctx)
+    assert plain[1]._forward_hooks
+    gradients(plain)
+    assert not plain[1]._forward_hooks
     # Where all ranks have the same of it, it is counted twice.
     with pytest.warns(UserWarning, match="here each has the same"):
         first = {"0.q": "colwise", "0.o": "rowwise", "*.kv": "replicated_for_heads"}
         gradients(parallelize(copy.deepcopy(model), first, ctx))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_compares_gradients_of_a_model_that_is_converted_or_moved_afterwards(ctx, words):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(8), nn.Linear(16, 16)).to(ctx.device)
+    parallelize(model, {"1": words[0], "3": words[1]}, ctx)
+    model[2].forward = lambda h, norm=model[2].forward: norm(h.unflatten(-1, (-1, 8))).flatten(-2)
+    model.to(torch.bfloat16).to(ctx.device)
+    x = normal((4, 16), torch.bfloat16, 1, device=ctx.device)
+    with pytest.raises(MismatchError, match="gradients of 2.(weight, 2.bias|bias, 2.weight) differ"):
+        (model(x) * normal((4, 16), torch.bfloat16, 2, device=ctx.device)).sum().backward()
 
 
 @pytest.mark.ranks(2)

@@ -70,7 +70,8 @@ def fully_shard(
         is True and 1 is False.
     strategy: what is split over the ranks.
         "parameters": all: parameters, gradients and optimizer states (ZeRO 3).
-        "gradients": the same, but parameters are gathered once in a step, in the order of their use (ZeRO 2).
+        "gradients": the same, but parameters are gathered once in a step, in the order of their use, and in each
+            forward without gradients (ZeRO 2).
         "optimizer": the same, and gradients accumulate whole, to be reduced once in a step (ZeRO 1).
         "replicate": nothing. Parameters are DTensors too, `Replicate()`; gradients are all-reduced once a step (DDP).
         A step ends with every backward, unless set_is_last_backward(False) was called before.

@@ -170,7 +170,8 @@ class ReplicaCheck:
 
     def __init__(self, context: str, split: frozenset[str], summed: frozenset[str], outputs: frozenset[str]):
         self._context, self._split, self._summed, self._outputs = context, split, summed, outputs
-        self._watched_outputs = set(outputs)  # that are yet to be compared
+        self._output_hooks = dict.fromkeys(outputs)  # of the modules whose outputs are yet to be compared
+        self._comparisons = 0
         self._linears = set()  # names of parameters of linear layers
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
         self._known = set()  # names of those that take gradients, as far as they have been looked at
@@ -205,7 +206,8 @@ class ReplicaCheck:
             outputs=frozenset(outputs),
         )
         for path, module in outputs.items():
-            module.register_forward_hook(functools.partial(check._watch_output, path))
+            hook = functools.partial(check._watch_output, path)
+            check._output_hooks[path] = module.register_forward_hook(hook)
         for path, hooks in summing:
             hooks.watched_by(check, path)
         check._watch(_places(model))
@@ -248,6 +250,8 @@ class ReplicaCheck:
         if find_context(self._context).size == 1:
             return
         for name, parameter in trained.items():
+            if parameter._backward_hooks:  # set anew: after Module.to those of a DTensor do nothing (torch 2.13)
+                parameter._backward_hooks = parameter._backward_hooks
             handle = self._handles.get(name)
             if handle is None or handle.id not in (parameter._backward_hooks or ()):
                 hook = functools.partial(self._arrived, name, *places[name])
@@ -268,11 +272,11 @@ class ReplicaCheck:
     def _watch_output(self, path: str, module, inputs, output):
         """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
         y = output[0] if isinstance(output, tuple) else output
-        if path in self._watched_outputs and not _traced() and isinstance(y, torch.Tensor) and y.requires_grad:
+        if path in self._output_hooks and not _traced() and isinstance(y, torch.Tensor) and y.requires_grad:
             y.register_hook(functools.partial(self._output_arrived, path))
 
     def _output_arrived(self, path: str, grad: torch.Tensor):
-        if path in self._watched_outputs and self._looks():
+        if path in self._output_hooks and self._looks():
             self._record(path, grad, self._arriving)
 
     def _use_arrived(self, name: str, grad: torch.Tensor):
@@ -316,7 +320,11 @@ class ReplicaCheck:
         self._gradients, self._uses, self._arriving, self._inputs, self._due = {}, {}, {}, {}, False
         ranks = find_context(self._context).group.gather(mine)
         gradients, uses, arriving, inputs = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
-        self._watched_outputs -= arriving.keys()
+        # An output that has had no gradient by now is of a layer that is frozen, or never used.
+        self._comparisons += 1
+        for path in self._output_hooks.copy() if self._comparisons == 4 else arriving:
+            if (hook := self._output_hooks.pop(path, None)) is not None:  # a copy of the model doesn't know its hooks
+                hook.remove()
         if same := [name for name, each in uses.items() if each.shape[1] > 2 and (each == each[0]).all()]:
             warnings.warn(
                 f"parallelize: {listed(same)}: a style as {GRAD_ALLREDUCE!r} sums the parts of a gradient that ranks "
@@ -378,7 +386,7 @@ class ReplicaCheck:
 
     def _done(self) -> bool:
         """Whether all that is watched has been compared. Nothing is watched then, until a part comes that is new."""
-        if done := self._handles.keys() <= self._split:
+        if done := self._handles.keys() <= self._split and not self._output_hooks:
             self._known = set()
             while self._handles:
                 self._handles.popitem()[1].remove()
