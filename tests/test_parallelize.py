@@ -31,6 +31,7 @@ from tkernels.layers import (
     ZeroOptimizer,
     parallelize,
 )
+from tkernels.layers.tensor_parallel.heads import check_heads
 from tkernels.layers.tensor_parallel.linear import ParallelLinear
 from tkernels.rounding import tolerance
 from tkernels.testing.compare import assert_close_to, integers, normal
@@ -753,6 +754,47 @@ def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
         parallelize(model, plan, ctx)
     for model in (AttendsInLines(2), AttendsByFeatures()):  # a rank's heads, as many as all of the keys; any number
         parallelize(nn.Sequential(model).to(ctx.device), plan, ctx)
+
+
+class ChunksAtOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w12, self.w3 = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x):
+        gate, up = self.w12(x).chunk(2, dim=-1)
+        return self.w3(gate.sigmoid() * up)
+
+
+class ChunksLater(ChunksAtOnce):
+    def forward(self, x):
+        both = self.w12(x)
+        gate, up = torch.chunk(both, 2, -1)
+        return self.w3(gate.sigmoid() * up)
+
+
+class ChunksRows(ChunksAtOnce):
+    def forward(self, x):
+        return self.w3(sum(self.w12(x)[..., :4].chunk(2)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_refuses_stacked_projections_that_the_code_takes_apart(ctx, words):
+    """Of which a rank would have other parts than the code takes them for, without a word."""
+    plan, x = {"w12": words[0], "w3": words[1]}, normal((4, 8), torch.float32, 1, device=ctx.device)
+    for kind in (ChunksAtOnce, ChunksLater):
+        torch.manual_seed(0)
+        model = kind().to(ctx.device)
+        twin = copy.deepcopy(model)
+        with pytest.raises(ValueError, match="'w12' is several projections in one"):
+            parallelize(model, plan, ctx)
+        if words[0] == "column":
+            parallelize(model, {"w12": {"style": "column", "partition_stride": 2}, "w3": "row"}, ctx)
+        else:
+            parallelize(model, {"w12": "colwise_gather_output", "w3": "rowwise_split_input"}, ctx)
+        torch.testing.assert_close(model(x), twin(x))
+    check_heads(ChunksRows(), ["w12"], 2)
 
 
 class OneHeadOfKeys(nn.Module):

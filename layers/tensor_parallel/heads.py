@@ -17,12 +17,13 @@ def text_config(model: nn.Module):
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def check_heads(model: nn.Module, split: list[str], ranks: int):
+def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozenset[str] = frozenset()):
     """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
     for one whose forward counts on all heads, and for stacked projections of which a rank would get other parts than
     the model takes them for.
 
-    split: names of the layers of which each rank has some of the features, and returns these.
+    split: names of the layers of which each rank has some of the features, and returns these. strided: those of them
+        of which it has some of each of several blocks.
     """
     # A layer of PEFT's wraps another.
     split = list(dict.fromkeys(re.sub(r"\.(base_layer|lora_[AB]\.[^.]*)$", "", name) for name in split))
@@ -31,11 +32,15 @@ def check_heads(model: nn.Module, split: list[str], ranks: int):
         stacked["Wqkv"] = stacked["c_attn"]
         stacked |= dict.fromkeys(("gate_up_proj", "Wi", "input_linear"), "gate and up-projection")
     for name in split:
-        if (what := stacked.get(name.rpartition(".")[2])) is not None:
+        path, _, own = name.rpartition(".")
+        what = stacked.get(own)
+        if what is None and ranks > 1 and own in _taken_apart(type(model.get_submodule(path))):
+            what = "several projections"
+        if what is not None and name not in strided:
             raise ValueError(
                 f"parallelize: {name!r} is {what} in one, which are taken apart by their whole sizes; give it "
                 f"'colwise_gather_output' and the projection behind it 'rowwise_split_input' (in Megatron's vocabulary "
-                f"gather_output=True and input_is_parallel=False)"
+                f"gather_output=True and input_is_parallel=False, or partition_stride, the number of projections)"
             )
     heads = _numbers(config, "num_attention_heads")
     groups = _numbers(config, "num_key_value_heads") or heads
@@ -83,16 +88,29 @@ def _numbers(config, name: str) -> list[int]:
     return [number for number in numbers if isinstance(number, int)]
 
 
-def _heads_in_views(kind: type) -> list[str]:
-    """The attributes, of heads by their names, that a module's code views features by, passes on, or makes lists of."""
+def _methods(kind: type) -> list[ast.AST]:
+    """The code of a module's methods, but for __init__, and of those that they override if they call these.
+
+    None where it is in no file.
+    """
     try:
         kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
         trees = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in kinds]
-    except (OSError, TypeError, ValueError, SyntaxError):  # defined where no file is
+    except (OSError, TypeError, ValueError, SyntaxError):
         return []
-    methods = [each for tree in trees for each in tree.body if getattr(each, "name", "__init__") != "__init__"]
+    methods = {"__init__": []}
+    for each in (each for tree in trees for each in tree.body):
+        found = methods.setdefault(getattr(each, "name", "__init__"), [])
+        if not found or "super()" in ast.unparse(found[-1]):
+            found.append(each)
+    del methods["__init__"]
+    return [each for found in methods.values() for each in found]
+
+
+def _heads_in_views(kind: type) -> list[str]:
+    """The attributes, of heads by their names, that a module's code views features by, passes on, or makes lists of."""
     sizes = []
-    for node in (node for method in methods for node in ast.walk(method)):
+    for node in (node for method in _methods(kind) for node in ast.walk(method)):
         if isinstance(node, ast.Tuple | ast.List):
             sizes += node.elts
         elif isinstance(node, ast.Assign):
@@ -103,3 +121,28 @@ def _heads_in_views(kind: type) -> list[str]:
             sizes += [size for each in given for size in ast.walk(each)] if views else given
     owned = (ast.unparse(size).removeprefix("self.") for size in sizes if isinstance(size, ast.Attribute))
     return list(dict.fromkeys(name for name in owned if re.fullmatch(r"\w*head\w*", name)))
+
+
+def _taken_apart(kind: type) -> set[str]:
+    """The names of a module's children of whose last dimension its code makes chunks: several projections in one."""
+    found = set()
+    for method in _methods(kind):
+        nodes, made = list(ast.walk(method)), {}
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                made[node.targets[0].id] = _called_child(node.value)
+        for node in nodes:
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", None) not in ("chunk", "tensor_split"):
+                continue
+            is_torchs = ast.unparse(node.func.value) == "torch"
+            source, *rest = node.args if is_torchs else (node.func.value, *node.args)
+            dim = [*rest[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dim")]
+            if dim and ast.unparse(dim[0]) in ("-1", "2"):
+                found.add(_called_child(source) or made.get(getattr(source, "id", None)))
+    return found - {None}
+
+
+def _called_child(node: ast.AST) -> str | None:
+    """The name of the child that an expression calls: "up" of self.up(x)."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return called.removeprefix("self.") if re.fullmatch(r"self\.\w+", called) else None

@@ -231,7 +231,8 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
         for name in styles:
             _check_swappable(model, name)
         columns = [(name, options) for name, (style, options) in styles.items() if style == "column"]
-        check_heads(model, [name for name, options in columns if not options.get("gather_output")], ctx.size)
+        strided = frozenset(name for name, options in columns if options.get("partition_stride", 1) != 1)
+        check_heads(model, [name for name, options in columns if not options.get("gather_output")], ctx.size, strided)
     _check_equal(model, asked, ctx)
     layers = {}
     for name, (style, options) in styles.items():
