@@ -265,14 +265,15 @@ class ReplicaCheck:
 
     def watch_input(self, name: str, x):
         """Look at the input of a linear layer, whose gradient would be a part if all ranks had the same one."""
-        wanted = name in self._handles and name not in self._inputs and torch.is_grad_enabled()
-        if wanted and type(x) is torch.Tensor and x.requires_grad and x.numel() and not _traced():
+        if _traced() or name not in self._handles or name in self._inputs or not torch.is_grad_enabled():
+            return
+        if type(x) is torch.Tensor and x.requires_grad and x.numel():
             self._inputs[name] = _summary(x.detach())
 
     def _watch_output(self, path: str, module, inputs, output):
         """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
         y = output[0] if isinstance(output, tuple) else output
-        if path in self._output_hooks and not _traced() and isinstance(y, torch.Tensor) and y.requires_grad:
+        if not _traced() and path in self._output_hooks and isinstance(y, torch.Tensor) and y.requires_grad:
             y.register_hook(functools.partial(self._output_arrived, path))
 
     def _output_arrived(self, path: str, grad: torch.Tensor):
