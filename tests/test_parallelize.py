@@ -775,7 +775,7 @@ class ChunksLater(ChunksAtOnce):
 
 class ChunksRows(ChunksAtOnce):
     def forward(self, x):
-        return self.w3(sum(self.w12(x)[..., :4].chunk(2)))
+        return self.w3(sum(torch.chunk(input=self.w12(x)[..., :4].chunk(2)[0], chunks=2, dim=-1)))
 
 
 @pytest.mark.ranks(2)

@@ -135,9 +135,9 @@ def _taken_apart(kind: type) -> set[str]:
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", None) not in ("chunk", "tensor_split"):
                 continue
             is_torchs = ast.unparse(node.func.value) == "torch"
-            source, *rest = node.args if is_torchs else (node.func.value, *node.args)
+            source, *rest = node.args or [None] if is_torchs else [node.func.value, *node.args]
             dim = [*rest[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dim")]
-            if dim and ast.unparse(dim[0]) in ("-1", "2"):
+            if source and dim and ast.unparse(dim[0]) in ("-1", "2"):
                 found.add(_called_child(source) or made.get(getattr(source, "id", None)))
     return found - {None}
 
