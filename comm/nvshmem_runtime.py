@@ -9,6 +9,8 @@ outside of their group, each allocation at one offset on all ranks of the group 
 import functools
 import importlib.util
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import nvshmem.bindings.nvshmem as bindings
@@ -38,14 +40,15 @@ class _Pool:
         handle = Device(torch.cuda.current_device())  # NVSHMEM binds to it for the life of the process
         handle.set_current()
         unique_id = nvshmem.get_unique_id(empty=world.rank != 0)
-        unique_ids, sizes = zip(*world.gather((unique_id, POOL_BYTES)), strict=True)
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        unique_ids, sizes, gpus = zip(*world.gather((unique_id, POOL_BYTES, gpu)), strict=True)
         if len(set(sizes)) > 1 or POOL_BYTES <= 0:
             raise ValueError(
                 f"init: TKERNELS_POOL_BYTES must be positive and the same on all ranks; by rank it is "
                 f"{', '.join(map(str, sizes))}"
             )
-        unique_id = unique_ids[0]
-        nvshmem.init(device=handle, uid=unique_id, rank=world.rank, nranks=world.size, initializer_method="uid")
+        check_sharing(gpus)
+        nvshmem.init(device=handle, uid=unique_ids[0], rank=world.rank, nranks=world.size, initializer_method="uid")
         self.world_size = world.size
         what = f"init: NVSHMEM could not allocate its pool of {POOL_BYTES} bytes"
         with world.together(what, "Start again with a smaller TKERNELS_POOL_BYTES"):
@@ -58,6 +61,16 @@ class _Pool:
         if pe == world.rank:
             return self.memory.data_ptr()
         return bindings.ptr(self.memory.data_ptr(), pe) or 0
+
+
+def check_sharing(gpus: Sequence[str]):
+    """Raise ValueError if ranks share GPUs unequally, which NVSHMEM would wait in for good; a GPU's name by rank."""
+    if len(set(Counter(gpus).values())) > 1:
+        indices = [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]
+        raise ValueError(
+            f"init: NVSHMEM needs as many ranks on one GPU as on another; ranks 0 to {len(gpus) - 1} are on GPUs "
+            f"{', '.join(map(str, indices))} (numbered as they come). Start a rank on each, or as many on each"
+        )
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:

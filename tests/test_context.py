@@ -980,11 +980,12 @@ SURVIVOR = """
     import os, sys
     import torch, tkernels
     import torch.distributed as dist
+    from tkernels.launch import gpus_of
     from transports import expire_after
 
     rank, operation = int(os.environ["RANK"]), sys.argv[1]
     if tkernels.RUNTIME == "nvshmem":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank % gpus_of(3))
     dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
     ctx = tkernels.init(heap_bytes=8 << 20)
     x, w = torch.ones(6, 8, device=ctx.device), torch.ones(5, 8, device=ctx.device)

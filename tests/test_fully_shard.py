@@ -1511,7 +1511,8 @@ def test_fully_shard_tells_an_optimizer_that_was_made_before_it(ctx):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
     kept = model[0].weight = model[1].weight  # where a part is sharded without the other
     fully_shard(model[1], mesh=mesh_of(ctx))
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), kept.detach().clone()
+    # foreach, the default on GPUs, takes no tensors beside DTensors
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), kept.detach().clone()
     model(torch.ones(4, device=ctx.device)).sum().backward()
     optimizer.step()
     assert not torch.equal(kept, before)

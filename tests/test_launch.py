@@ -28,7 +28,7 @@ import tkernels
 from tkernels import shared_gpus
 from tkernels.comm import context as context_module
 from tkernels.comm import runtime
-from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, _join, dumps, launch
+from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, _join, dumps, gpus_of, launch
 
 pytestmark = starts_ranks(2)
 launch_module = sys.modules["tkernels.launch"]  # whose name in the package is the function's
@@ -467,10 +467,10 @@ def test_a_failure_of_a_context_over_fewer_ranks_counts(ctx):
 
 
 def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(monkeypatch):
-    joined, opened = [], []
+    joined, opened, devices = [], [], []
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
@@ -479,6 +479,8 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
         _join(1, ranks, 0, None, {"heap_bytes": 1 << 20})
         assert (joined[-1]["backend"], joined[-1]["rank"], joined[-1]["world_size"]) == (backend, 1, ranks)
         assert opened.pop() == {"heap_bytes": 1 << 20}
+    assert [device.index for device in devices] == [0, 1]  # three ranks would share two GPUs unequally
+    assert [gpus_of(ranks) for ranks in (1, 2, 3, 4, 5)] == [1, 2, 1, 2, 1]
 
 
 @pytest.mark.ranks(2)

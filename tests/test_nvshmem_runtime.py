@@ -89,3 +89,11 @@ def test_init_refuses_ranks_of_other_machines_whatever_their_host_names(ctx, mon
     monkeypatch.setattr(simulated_runtime, "_place", lambda: (f"boot {ctx.rank}", 1))
     with pytest.raises(TkernelsError, match="rank 0 and ranks 1 are on other machines, or in containers"):
         tkernels.init(default=False)
+
+
+@pytest.mark.quick
+def test_check_sharing_takes_as_many_ranks_on_each_gpu(nvshmem_runtime):
+    for gpus in ("abcd", "aaa", "abab", "aabb"):
+        nvshmem_runtime.check_sharing(gpus)
+    with pytest.raises(ValueError, match="ranks 0 to 2 are on GPUs 0, 1, 0 .* as many on each"):
+        nvshmem_runtime.check_sharing("aba")

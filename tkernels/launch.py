@@ -78,9 +78,9 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
     fn is a module-level function, sent by its name; args and results must pickle. Tensors are sent by value, detached
     and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r uses GPU r) and makes a
-    Context by ``tkernels.init(**ctx_options)``. Of more ranks than GPUs, which TKERNELS_SHARE_GPUS=1 allows, all of
-    torch's collectives go through the host, by gloo. A script that calls this must be a file and needs the usual
-    ``if __name__ == "__main__":``, since the new processes import it.
+    Context by ``tkernels.init(**ctx_options)``. More ranks than GPUs, which TKERNELS_SHARE_GPUS=1 allows, share them
+    equally (3 ranks use one of two), and all of torch's collectives go through the host, by gloo. A script that calls
+    this must be a file and needs the usual ``if __name__ == "__main__":``, since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError if a rank still runs fn after `timeout_s`
     seconds, or has not taken its arguments or sent its result by then. Before a process starts: TypeError or ValueError
@@ -93,6 +93,13 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
 def nothing(ctx):
     """For a pool to run that is only to start its ranks."""
+
+
+def gpus_of(ranks: int) -> int:
+    """How many of this machine's GPUs that many ranks use: the most that get as many each, as NVSHMEM wants it."""
+    import torch
+
+    return max(gpus for gpus in range(1, torch.cuda.device_count() + 1) if ranks % gpus == 0)
 
 
 def default_ranks() -> int:
@@ -484,7 +491,7 @@ def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict)
     serve = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener}
     store = dist.TCPStore("127.0.0.1", port, **(serve if rank == 0 else {"is_master": False}))
     if RUNTIME == "nvshmem":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", rank % gpus_of(ranks))
         torch.cuda.set_device(device)
         if ranks > torch.cuda.device_count():
             shared_gpus.register()
