@@ -267,6 +267,15 @@ class Context:
     def __repr__(self):
         return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, {self.transport})"
 
+    def __deepcopy__(self, memo):
+        return self  # what is copied is on the same ranks
+
+    def __reduce__(self):
+        raise TypeError(
+            f"{self!r} can't be pickled: it is memory of this process and its peers. Leave it out of what is saved or "
+            f"sent, and have the process that reads it make its own by init"
+        )
+
     def __enter__(self):
         return self
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import gc
 import json
@@ -442,6 +443,14 @@ def test_init_compare_calls_ends_with_the_limit_and_names_the_rank_that_is_missi
         assert re.search(rf"for 0.5 s \(last in a.* \({re.escape(__file__)}:\d+\)\)", message)
     assert tkernels.all_reduce(x[:8], ctx=context).tolist() == [2.0] * 8
     context.finalize()
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(1)
+def test_context_is_shared_by_copies_and_refuses_to_be_pickled(ctx):
+    assert copy.deepcopy({"ctx": ctx})["ctx"] is ctx
+    with pytest.raises(TypeError, match=r"Context\(.*: rank 0 of 1, .* can't be pickled: .* make its own by init"):
+        pickle.dumps({"ctx": ctx})
 
 
 @pytest.mark.quick

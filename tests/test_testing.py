@@ -194,6 +194,13 @@ def test_a_mark_that_says_nothing_is_refused(run, mark):
     result.stdout.fnmatch_lines([f"*@pytest.mark.{mark}: give one or more numbers of ranks*"])
 
 
+@pytest.mark.parametrize("text", ["abc", "0", "nan"])
+def test_plugin_refuses_a_timeout_that_is_no_time(run, text):
+    result = run("def test_it(): pass", "-o", f"tkernels_timeout={text}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: tkernels_timeout = {text}: the ini option is a positive number of seconds"])
+
+
 def test_plugin_ids_can_be_selected(run):
     result = run("@pytest.mark.ranks(1, 2)\ndef test_it(ctx): pass\n", "-k", "1-ranks and it", "--collect-only")
     result.stdout.fnmatch_lines(["*test_it?1-ranks?*", "*1/2 tests collected*"])

@@ -23,6 +23,7 @@ that are marked.
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -54,8 +55,18 @@ def pytest_configure(config):
         "ranks(*sizes, timeout_s=None): run the test's body on that many ranks, once for each size; "
         "timeout_s overrides the ini option tkernels_timeout",
     )
+    _default_timeout(config)
     config.stash[_POOLS] = {}
     config.stash[_CLOSE_ERRORS] = []
+
+
+def _default_timeout(config) -> float:
+    """The ini option in seconds; raises UsageError for what is no time."""
+    text = config.getini("tkernels_timeout")
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise pytest.UsageError(f"tkernels_timeout = {text}: the ini option is a positive number of seconds")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -108,7 +119,7 @@ def pytest_pyfunc_call(pyfuncitem):
     from tkernels.launch import RankError
 
     failure, timeout_s = None, marker.kwargs.get("timeout_s")
-    timeout_s = float(pyfuncitem.config.getini("tkernels_timeout") if timeout_s is None else timeout_s)
+    timeout_s = _default_timeout(pyfuncitem.config) if timeout_s is None else timeout_s
     values, state = _pickled_values(pyfuncitem)
     pool, environment = _pool(pyfuncitem)
     owner = pyfuncitem.cls.__qualname__ if pyfuncitem.cls else ""
