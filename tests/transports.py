@@ -245,6 +245,8 @@ def multiplied_by(monkeypatch, way: str):
 @contextlib.contextmanager
 def staged_rows(ctx):
     """Fused operations stage rows that TMA can't take, as on GPUs; what copies have around them is NaN."""
+    if not runtime.has_tma():
+        pytest.skip("pointers, which read any rows, would read the NaNs")
     choice.forget_calls(ctx)  # which were prepared without
     empty = staging.Rows.empty
 
