@@ -22,7 +22,7 @@ from transports import (
 )
 
 import tkernels
-from tkernels import choice
+from tkernels import choice, fused
 from tkernels.activations import ACTIVATIONS
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import interpreter
@@ -90,6 +90,19 @@ def test_all_gather_matmul_stages_rows_that_tma_can_not_take(ctx, transport):
         kernels = [name for name, *_ in launched]
         copied = (len(x) > 0 and (K % 8 > 0 or seed % 2 == 0)) + (N % 8 > 0) + ((N if transposed else K) % 8 > 0)
         assert kernels.count("copy_rows_kernel") == copied * kernels.count("all_gather_matmul_kernel"), (N, K)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_all_gather_matmul_copies_w_into_whole_sectors_for_many_rows_alone(ctx, monkeypatch, transposed):
+    """Also where TMA could take its rows, of 80 bytes: between two sectors of 32."""
+    rows = (33, 32)
+    x, w, _ = operands(ctx, integers, rows, 40, 40, torch.bfloat16, 1, transposed)
+    for sector_rows, copies in ((sum(rows), 1), (sum(rows) + 1, 0)):
+        monkeypatch.setattr(fused, "SECTOR_ROWS", sector_rows)
+        with staged_rows(ctx), launches() as launched:
+            assert torch.equal(tkernels.all_gather_matmul(x, w, rows=rows, ctx=ctx), reference(ctx, x, w).bfloat16())
+        assert [name for name, *_ in launched].count("copy_rows_kernel") == copies
 
 
 @pytest.mark.ranks(2)

@@ -29,7 +29,7 @@ from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
 from tkernels.library import multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
-from tkernels.staging import SECTOR, Rows, in_rows, with_unit_stride
+from tkernels.staging import SECTOR, VECTOR_BYTES, Rows, in_rows, with_unit_stride
 
 
 class Matrix(NamedTuple):
@@ -310,13 +310,14 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
-def staging(matrix: torch.Tensor, turned: bool | None = None):
+def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = VECTOR_BYTES):
     """What TMA can take in place of matrices like this one: an example, and the function that makes it of one.
 
-    That is a copy in wider rows, or the matrix itself. turned: as of `Rows.of`.
+    That is a copy in wider rows, or the matrix itself. turned: as of `Rows.of`. row_bytes: of which rows are multiples.
     """
     plain, lies_turned = in_rows(matrix)
-    if tma_allowed(plain) and turned in (None, lies_turned):
+    fits = plain.stride(0) * plain.element_size() % row_bytes == 0
+    if fits and tma_allowed(plain) and turned in (None, lies_turned):
         return matrix, lambda matrix: matrix
     wide = Rows.of(matrix, turned=turned)
     copy = wide.plan_copy(matrix)
