@@ -217,8 +217,8 @@ def all_gather_matmul(
     only if its rows are not contiguous, and of weights of which no stride is 1. N/R may differ from rank to rank and
     be 0.
     In 16 bits, whatever of x_shard_m, w_shard_n and y_shard_n has rows or an address that are no multiples of 16 bytes
-    is copied in the call, on GPUs of capability 9.0 and above, and from 2048 rows on a weight whose rows are no multiples
-    of 32 bytes; a config with use_tma=False reads and writes them where they are.
+    is copied in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a weight of rows that are no
+    multiples of 32; a config with use_tma=False reads and writes them where they are.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
     backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.
