@@ -297,6 +297,8 @@ ROW = [
     {"input_is_parallel": False},
     {"frozen": True, "sequence_parallel": True},
     {"is_expert": True},
+    {"explicit_later": True},
+    {"explicit_later": True, "sequence_parallel": True},
 ]
 
 
@@ -313,9 +315,11 @@ def step_of(kind, rank, case, inputs=(24, 16)):
     )  # fmt: skip
     config._cpu_offloading_context = None
     config.delay_wgrad_compute = case.pop("delayed", False)
+    explicit_later = case.pop("explicit_later", False)  # as Megatron's shared experts do it
     options = {"bias": True, "input_is_parallel": True, "skip_bias_add": True} if row else {}
     torch.manual_seed(7)
     layer = kind(16, 24, config=config, init_method=nn.init.normal_, **options | case)
+    layer.explicit_expert_comm = layer.explicit_expert_comm or explicit_later
     split = config.sequence_parallel and not row, row and (options | case)["input_is_parallel"]
     shape = 4 // (1 + split[0]), 2, 16 // (1 + split[1])
     generator = torch.Generator().manual_seed(10 + rank * any(split))
@@ -372,6 +376,20 @@ def test_backward_dw_computes_what_was_deferred_and_backward_adds_to_main_grad(c
             layer.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))
             layer.backward_dw()
             assert torch.equal(layer.weight.grad, want) and called == [1]
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+def test_convert_refuses_weights_in_a_ddp_that_would_miss_their_deferred_gradients(ctx):
+    with megatron_of(2):
+        from megatron.core.tensor_parallel import layers as theirs
+
+        from tkernels.layers.doors import megatron as ours
+
+        pair = [step_of(theirs.ColumnParallelLinear, ctx.rank, {"delayed": delayed})[0] for delayed in (False, True)]
+        pair[1].weight.main_grad = torch.zeros_like(pair[1].weight)
+        with pytest.raises(ValueError, match=r"ColumnParallelLinear\(16, 24\): .* make the DDP of the converted model"):
+            ours.convert(nn.ModuleList(pair))
+        assert {type(layer) for layer in pair} == {theirs.ColumnParallelLinear}  # nothing has changed
 
 
 def test_with_kernels_replaces_linears_wherever_a_specification_has_them():
@@ -445,6 +463,9 @@ def train_under_ddp(spec, change, steps=3, **ddp):
         optimizer.zero_grad()
         loss = loss_of(ddp, 10 * step + parallel_state.get_data_parallel_rank())
         loss.backward()
+        for module in model.modules():
+            if getattr(module, "wgrad_store", None):
+                module.backward_dw()
         finalize_model_grads([ddp])
         optimizer.prepare_grads()
         losses += [loss.item(), optimizer.get_grad_norm()]  # the norm reads the marks
@@ -465,11 +486,16 @@ def test_convert_trains_under_megatrons_ddp_and_optimizer_as_its_own_layers(ctx)
                     module.gradient_accumulation_fusion = True
             return model
 
-        as_it_is = lambda model: model  # noqa: E731
-        want = train_under_ddp(theirs.get_gpt_layer_local_spec(), as_it_is, overlap_grad_reduce=False)
-        for change, overlap in [(as_it_is, False), (fused, True)]:
-            spec = ours.get_gpt_layer_local_spec()
-            losses, parameters = train_under_ddp(spec, change, overlap_grad_reduce=overlap)
+        def deferred(model):
+            model.config.delay_wgrad_compute = True
+            return fused(model)
+
+        as_it_is, of_theirs = lambda model: model, theirs.get_gpt_layer_local_spec()  # noqa: E731
+        want = train_under_ddp(of_theirs, as_it_is, overlap_grad_reduce=False)
+        of_ours = ours.get_gpt_layer_local_spec()
+        for spec, change, overlap in [(of_ours, as_it_is, False), (of_ours, fused, True), (of_theirs, deferred, True)]:
+            delays = {"delay_wgrad_compute": True} if change is deferred else {}
+            losses, parameters = train_under_ddp(spec, change, overlap_grad_reduce=overlap, **delays)
             torch.testing.assert_close(losses, want[0], atol=1e-5, rtol=1e-5)
             for name, parameter in parameters.items():
                 torch.testing.assert_close(parameter, want[1][name], atol=1e-4, rtol=0)

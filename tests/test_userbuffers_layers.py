@@ -505,6 +505,28 @@ def test_megatron_can_switch_overlap_off_on_a_layer(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode, ub_name", [("column", "fc1"), ("row", "proj")])
+def test_linear_with_overlap_whose_sequence_is_no_longer_split_is_as_one_without(ctx, mode, ub_name):
+    """As Megatron's text generation has it, which switches sequence_parallel off on every layer."""
+    x = integers((S, B, H if mode == "column" else 3 * H // ctx.size), torch.float32, 1 + ctx.rank * (mode == "row"))
+    options, seen = parallel(ctx, torch.float32), []
+    with initialized(ctx, torch.float32, BULK):
+        for overlaps in ({"ub_name": ub_name, **BULK}, {"sequence_parallel": False}):
+            layer = linear(mode, **options | overlaps)
+            fill(layer, 1, ctx.rank)
+            layer.sequence_parallel = False
+            own = x.to(ctx.device).requires_grad_()
+            (y := layer(own)).square().sum().backward()
+            seen.append((y, own.grad, *(parameter.grad for parameter in layer.parameters())))
+    assert all(map(torch.equal, *seen))
+
+
+def test_linear_and_recipes_have_what_megatron_sets_and_passes():
+    assert te.Linear(4, 4, device="cpu").save_original_input is False
+    assert te.DelayedScaling(params_dtype=torch.bfloat16, device="cuda").margin == 0
+
+
+@pytest.mark.ranks(2)
 def test_fewer_and_uneven_tokens(ctx):
     with initialized(ctx, torch.float32, BULK):
         column = linear("column", ub_name="qkv", **parallel(ctx, torch.float32), **BULK)

@@ -34,6 +34,23 @@ from tkernels.layers.tensor_parallel import dataflow
 from tkernels.layers.tensor_parallel.functions import scatter_to_tensor_model_parallel_region
 
 
+def _defers(linear) -> bool:
+    return getattr(linear.config, "delay_wgrad_compute", False) and linear.weight is not None
+
+
+def _check(linear):
+    """Raise ValueError for what one of Megatron's linears has and those of this module can't do."""
+    kind = f"{type(linear).__name__}({linear.input_size}, {linear.output_size})"
+    for name, plain in {"gtp_remat_size": 1, "output_dtype": None}.items():  # of Megatron's newer releases
+        if (found := getattr(linear, name, plain)) != plain:
+            raise ValueError(f"{kind}: {name}={found} is not supported; leave it out, or use Megatron's own layer")
+    if _defers(linear) and getattr(linear.weight, "main_grad", None) is not None:
+        raise ValueError(
+            f"{kind}: its weight is in Megatron's DistributedDataParallel, whose hook would miss what "
+            f"delay_wgrad_compute leaves to backward_dw; make the DDP of the converted model"
+        )
+
+
 class _Overlapped(dataflow.DeferringModule):
     """What both linears have in common. Collective over tp_group: construction, forward, backward.
 
@@ -46,20 +63,15 @@ class _Overlapped(dataflow.DeferringModule):
         built_as.gradient_accumulation_fusion = False  # Megatron's constructor would ask for its extension
         super().__init__(input_size, output_size, config=built_as, **options)
         self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
+        _check(self)
         self._finish()
 
     def _finish(self):
         """Collective, unless the layer communicates nothing. The rest of construction, also of a converted layer."""
-        for name, plain in {"gtp_remat_size": 1, "output_dtype": None}.items():  # of Megatron's newer releases
-            if (found := getattr(self, name, plain)) != plain:
-                raise ValueError(
-                    f"{type(self).__name__}({self.input_size}, {self.output_size}): {name}={found} is not supported; "
-                    f"leave it out, or use Megatron's own layer"
-                )
         alone = self.explicit_expert_comm or self.tp_group is None or self.tp_group.size() == 1
         # Its name: modules are copied and pickled, contexts are not.
         self._context = None if alone else as_context(self.tp_group).name
-        if getattr(self.config, "delay_wgrad_compute", False) and self.weight is not None:
+        if _defers(self):
             self.wgrad_store, self.weight.skip_backward_post_hook = [], True
 
     def _multiply(self, x, weight, bias, flow, **options) -> torch.Tensor:
@@ -110,7 +122,8 @@ class RowParallelLinear(_Overlapped, layers.RowParallelLinear):
         """input_ [s, b, K/R] (or [s, b, K]) -> (output [s, b, N] or its rows [s/R, b, N], bias or None)."""
         if not self.input_is_parallel and self._context is not None:
             input_ = scatter_to_tensor_model_parallel_region(input_, mesh=find_context(self._context))
-        y = self._multiply(input_, self.weight, None, None if self._context is None else dataflow.Row)
+        alone = self._context is None or self.explicit_expert_comm  # which shared experts set after construction
+        y = self._multiply(input_, self.weight, None, None if alone else dataflow.Row)
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias, None
@@ -144,10 +157,13 @@ def convert(model: torch.nn.Module) -> torch.nn.Module:
     """Collective. Turn Megatron's linears in a model into those of this module, in place; returns the model.
 
     Also where a specification doesn't reach: the output layer of GPTModel. Parameters stay the same objects, so an
-    optimizer or DDP may have been made before. Subclasses of Megatron's linears are left as they are.
+    optimizer or, without delay_wgrad_compute, DDP may have been made before. Subclasses of Megatron's linears are left
+    as they are. Raises ValueError for linears with options that are not supported, before any is converted.
     """
-    for module in model.modules():
-        if type(module) in _KERNELS:
-            module.__class__ = _KERNELS[type(module)]
-            module._finish()
+    linears = [module for module in model.modules() if type(module) in _KERNELS]
+    for linear in linears:
+        _check(linear)
+    for linear in linears:
+        linear.__class__ = _KERNELS[type(linear)]
+        linear._finish()
     return model

@@ -170,7 +170,9 @@ class WeightGradient:
     def _deferred(self, dy, x):
         weight = self.weight
         if self.fuse or grad_ready_hooks(weight) is not None:
-            self._fused(dy, x)
+            placeholder = self._fused(dy, x)
+            if weight.grad is None:  # which Megatron's DDP wants to find when backward_dw calls its hook
+                weight.grad = placeholder
             return
         dw = product(values(dy).t(), values(x).t()).to(weight.dtype)
         weight.grad = dw if weight.grad is None else weight.grad.add_(dw)

@@ -49,6 +49,7 @@ class DelayedScaling:
     The scale is 2**-margin * largest number of the format / the largest |x| of the last amax_history_len calls ("max"),
     or of the last ("most_recent"); 1 in a layer's first call.
     override_linear_precision: the last, of the weight's gradient, is not multiplied in FP8 in any case.
+    params_dtype, device: no effect; Megatron passes them.
     """
 
     margin: int = 0
@@ -60,6 +61,8 @@ class DelayedScaling:
     fp8_dpa: bool = False
     fp8_mha: bool = False
     override_linear_precision: tuple[bool, bool, bool] = (False, False, True)
+    params_dtype: object = None
+    device: object = None
 
 
 @dataclass

@@ -270,7 +270,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         if mode is None or self.tp_size == 1:
             return dataflow.Local()
         use_fp8 = float8.current() is not None
-        comms = {flag: self._communicator(flag, ub_name, use_fp8) for flag in FLAGS if flags[flag]}
+        # Of no sequence that is split, as after Megatron's set_model_to_sequence_parallel(model, False), there are none.
+        flags = [flag for flag in FLAGS if flags[flag] and self.sequence_parallel]
+        comms = {flag: self._communicator(flag, ub_name, use_fp8) for flag in flags}
         for flag, comm in comms.items():
             if dtype is not None and not comm.is_fp8_ubuf() and comm.dtype != dtype:
                 raise ValueError(
@@ -392,13 +394,13 @@ class Linear(_Linear):
     fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad.
     return_bias: forward returns (y, bias) and doesn't add the bias.
     parameters_split: {name: out-features of the whole layer}, or the names of equal parts. The parameters are then
-        `<name>_weight` and `<name>_bias`.
+        `<name>_weight` and `<name>_bias`, and are copied into one in each forward.
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: overlaps, see `dataflow`. They need
         sequence_parallel and tp_size > 1. Flags for the other parallel_mode have no effect, so all may be passed.
     ub_name: the communicators to use: qkv, fc1 (column), proj or fc2 (row). initialize_ub must come first.
     delay_wgrad_compute: backward leaves the weight's gradient to backward_dw().
     symmetric_ar_type: "two_shot": without sequence_parallel, a row layer's sum over ranks overlaps the GEMM of y.
-    save_original_input: no effect; concerns fp8.
+    save_original_input: no effect, but for Megatron, which sets the attribute; concerns fp8.
 
     A row layer adds its bias after the sum over ranks, to this rank's rows. With sequence_parallel the bias gradient
     must therefore still be summed over ranks: the bias has Megatron's attribute `sequence_parallel`.
@@ -438,6 +440,7 @@ class Linear(_Linear):
     ):
         options = given(locals())
         super().__init__()
+        self.save_original_input = save_original_input
         self._build(**options)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output: bool = False, fp8_grad: bool = False, *, rows=None):

@@ -82,7 +82,7 @@ class MultiheadAttention(AttentionModule):
 
     attn_mask_type: causal, no_mask, or arbitrary with attention_mask in forward.
     num_gqa_groups: the number of groups of heads that share keys and values.
-    fuse_qkv_params: one weight for qkv.
+    fuse_qkv_params: one weight for qkv; else its three parts are copied into one in each forward.
     qkv_weight_interleaved: with fuse_qkv_params, the rows of that weight are ordered group by group (queries, key,
         value) instead of all queries first.
     input_layernorm: qkv is a LayerNormLinear. As in TransformerEngine, qkv overlaps only then. Its communicators are
