@@ -270,7 +270,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         if mode is None or self.tp_size == 1:
             return dataflow.Local()
         use_fp8 = float8.current() is not None
-        # Of no sequence that is split, as after Megatron's set_model_to_sequence_parallel(model, False), there are none.
+        # None where the sequence is not split, as after Megatron's set_model_to_sequence_parallel(model, False).
         flags = [flag for flag in FLAGS if flags[flag] and self.sequence_parallel]
         comms = {flag: self._communicator(flag, ub_name, use_fp8) for flag in flags}
         for flag, comm in comms.items():
