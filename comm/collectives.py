@@ -495,6 +495,10 @@ class Piece(NamedTuple):
     parts: list[int]
     starts: list[int]
 
+    def of(self, rank: int, part: torch.Tensor) -> torch.Tensor:
+        """The elements of this piece in a rank's part."""
+        return part.view(-1)[self.first : self.first + self.parts[rank]]
+
 
 class CollectiveCall(NamedTuple):
     """A call of a collective, of x and out, which may be None. Operations can prepare it as a part of their own calls.
@@ -618,16 +622,7 @@ class AllGather(CollectiveCall):
             moved = _Parts(ctx, piece.parts, x, out, (bits, bits), self.max_programs, piece.starts)
             return moved.gather(config)
 
-        launches = _bind_all(ctx, pieces, bind)
-        if len(pieces) == 1:
-            return launches[0]
-
-        def launch(x, out):
-            x = x.view(-1)
-            for piece, launch in zip(pieces, launches, strict=True):
-                launch(x[piece.first : piece.first + piece.parts[ctx.rank]], out)
-
-        return launch
+        return _bind_all(ctx, pieces, bind, lambda piece, x, out: (piece.of(ctx.rank, x), out))
 
 
 def reduce_scatter(
@@ -673,16 +668,7 @@ class ReduceScatter(CollectiveCall):
             moved = _Parts(ctx, piece.parts, x, out, (x.dtype, dtype), self.max_programs, piece.starts)
             return moved.reduce(OP_REDUCE_SCATTER, config)
 
-        launches = _bind_all(ctx, pieces, bind)
-        if len(pieces) == 1:
-            return launches[0]
-
-        def launch(x, out):
-            out = out.view(-1)
-            for piece, launch in zip(pieces, launches, strict=True):
-                launch(x, out[piece.first : piece.first + piece.parts[ctx.rank]])
-
-        return launch
+        return _bind_all(ctx, pieces, bind, lambda piece, x, out: (x, piece.of(ctx.rank, out)))
 
 
 def all_reduce(
@@ -788,11 +774,17 @@ class Barrier(NamedTuple):
         return ctx.bind_call(kernel, 1, workspace, OP_BARRIER, num_warps=1)
 
 
-def _bind_all(ctx: Context, pieces: list, bind) -> list:
-    """bind(piece) of each piece."""
+def _bind_all(ctx: Context, pieces: list[Piece], bind, cut):
+    """The launch of all pieces, by bind(piece) of each, which takes what cut(piece, x, out) returns."""
     if len(pieces) == 1:
-        return [bind(pieces[0])]
-    return ctx.workspace().settled(lambda: [bind(piece) for piece in pieces])
+        return bind(pieces[0])
+    launches = ctx.workspace().settled(lambda: [bind(piece) for piece in pieces])
+
+    def launch(x, out):
+        for piece, launch in zip(pieces, launches, strict=True):
+            launch(*cut(piece, x, out))
+
+    return launch
 
 
 class _Parts:

@@ -11,6 +11,13 @@ from tkernels.comm.device import INTERPRETED
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
+def check_activation(caller: str, activation: str | None):
+    """Raise ValueError unless it is one of ACTIVATIONS."""
+    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
+        known = ", ".join(map(str, ACTIVATIONS))
+        raise ValueError(f"{caller}: activation={activation!r} is unknown; use {known}")
+
+
 # fmt: off
 @triton.jit
 def _exp2(x):  # its argument is log2(e) = 1.4426950408889634 times that of exp

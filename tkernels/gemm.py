@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tkernels.activations import ACTIVATIONS, activate, activate_in_place, activation_reference
+from tkernels.activations import ACTIVATIONS, activate, activate_in_place, activation_reference, check_activation
 from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_dense, check_out, check_resolved, check_tensors, check_type
@@ -431,8 +431,7 @@ def check_operands(
         )
     if bias is not None:
         check_resolved(name, "bias", bias)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
+    check_activation(name, activation)
 
 
 def check_scaled(name: str, x: torch.Tensor, w: torch.Tensor, scales: Scales | None, device: torch.device):

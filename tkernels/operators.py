@@ -2,7 +2,7 @@
 
 import torch
 
-from tkernels.activations import ACTIVATIONS, activation_reference
+from tkernels.activations import activation_reference, check_activation
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import collectives
 from tkernels.comm.arguments import check_dense, check_tensors
@@ -31,12 +31,13 @@ def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Te
     return out
 
 
-def _split_activation(activation: str | None, *operands: torch.Tensor | None) -> tuple[str | None, str | None]:
+def _split_activation(
+    caller: str, activation: str | None, *operands: torch.Tensor | None
+) -> tuple[str | None, str | None]:
     """(fused, separate): the activation is fused unless backward will need its input."""
+    check_activation(caller, activation)
     if activation is None:
         return None, None
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]  # the operator refuses what is none
     return (None, activation) if wants_gradient(*tensors) else (activation, None)
 
@@ -119,7 +120,7 @@ def matmul(
     if not operators or _is_scaled(x, x_scale, w_scale):
         _check_without_gradient("matmul", MATMUL_TENSORS, x, w, bias, x_scale, w_scale, out)
     if operators:
-        fused, separate = _split_activation(activation, x, w, bias)
+        fused, separate = _split_activation("matmul", activation, x, w, bias)
         return activation_reference(ops.matmul(x, w, bias, x_scale, w_scale, fused, out_dtype, fast_accum), separate)
 
     def call():
@@ -265,12 +266,12 @@ def all_gather_matmul(
             raise TypeError("all_gather_matmul: float8 operands take one weight, not a list; pass them one by one")
         beyond = out, out_dtype, config, return_gathered if isinstance(return_gathered, str | torch.Tensor) else None
         ws, biases = _several(w_shard_n, bias, beyond)
-        fused, separate = _split_activation(activation, x_shard_m, *ws, *biases)
+        fused, separate = _split_activation("all_gather_matmul", activation, x_shard_m, *ws, *biases)
         options = fused, return_gathered, rows, ctx.name, path, leading
         y, *gathered = all_gather_matmuls(x_shard_m, ws, biases, *options)
         y = [activation_reference(each, separate) for each in y]
     elif operators:
-        fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
+        fused, separate = _split_activation("all_gather_matmul", activation, x_shard_m, w_shard_n, bias)
         options = fused, return_gathered, rows, ctx.name, path, out_dtype, fast_accum, leading
         y, *gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, x_scale, w_scale, *options)
         y = activation_reference(y, separate)
@@ -411,7 +412,7 @@ def _reduced(
     if not operators or _is_scaled(x, x_scale, w_scale):
         _check_without_gradient(name, REDUCTION_TENSORS, *tensors)
     if operators:
-        fused, separate = _split_activation(activation, x, w, bias)
+        fused, separate = _split_activation(name, activation, x, w, bias)
         options = ctx.name, path, out_dtype, wire_dtype, fast_accum, leading
         options = options if rows is None else (rows, *options)
         return activation_reference(getattr(ops, name)(x, w, bias, x_scale, w_scale, fused, *options), separate)

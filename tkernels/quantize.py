@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.activations import ACTIVATIONS, activate, activation_reference
+from tkernels.activations import ACTIVATIONS, activate, activation_reference, check_activation
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_resolved
 from tkernels.comm.calls import local_calls
@@ -221,9 +221,7 @@ class Quantize(NamedTuple):
             raise ValueError(f"quantize: scale={self.scale!r} must be {' or '.join(map(repr, SCALES))}")
         if self.power_of_two not in (True, False):
             raise TypeError(f"quantize: power_of_two={self.power_of_two!r} must be True or False")
-        if self.activation not in ACTIVATIONS:
-            known = ", ".join(map(str, ACTIVATIONS))
-            raise ValueError(f"quantize: activation={self.activation!r} is unknown; use {known}")
+        check_activation("quantize", self.activation)
         check_resolved("quantize", "x", x)
         if gate is None:
             return

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from tkernels.comm.calls import differing
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.errors import MismatchError
 from tkernels.comm.regions import round_up
@@ -308,15 +309,12 @@ def _compare(everyone: list[tuple[Problem, tuple]]):
         }
         for problem, (alpha, beta) in everyone
     ]
-    for name in shared[0]:
-        values = [rank[name] for rank in shared]
-        if any(value != values[0] for value in values):
-            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            what = "The distribution" if name == "distributions" else "The problem"
-            raise InconsistentError(
-                f"cublasmp: {name} differ between ranks, and must not: {by_rank}. {what} is inconsistent across "
-                f"processes"
-            )
+    for name, values in differing(shared).items():
+        by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        what = "The distribution" if name == "distributions" else "The problem"
+        raise InconsistentError(
+            f"cublasmp: {name} differ between ranks, and must not: {by_rank}. {what} is inconsistent across processes"
+        )
 
 
 def _check_matrix(name: str, by_rank: list[Operand]):

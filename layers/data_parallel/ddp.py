@@ -27,7 +27,6 @@ are taken in reverse order, which approximates the order of their gradients.
 
 import contextlib
 import enum
-import functools
 import math
 import numbers
 import warnings
@@ -200,7 +199,6 @@ class OverlappedDDP(nn.Module):
         self._backward = Backward(self._end_backward)
         self._stream = None  # that of the last backward's caller
         _wrappers.add(self)
-        _watch_optimizers()
         self.handles = refuse_assignment(module)
         # torch's DistributedDataParallel around this one finds nothing to train, and says so.
         self._ddp_params_and_buffers_to_ignore = {f"module.{name}" for name in params}
@@ -675,11 +673,7 @@ def changing_main_grads(params):
 _wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
 
 
-@functools.cache
-def _watch_optimizers():
-    register_optimizer_step_pre_hook(_before_step)
-
-
+@register_optimizer_step_pre_hook
 @torch._disable_dynamo
 def _before_step(optimizer, *_):
     if wrappers := list(_wrappers):

@@ -71,10 +71,8 @@ def _add(name: str, ctx: Context):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that a kernel of torch's is overridden
                 override = {"dispatch_key": key, "allow_override": True}  # torch 2.13's default, not 2.11's
-                _library.impl("fused_all_gather_matmul", _fused_all_gather_matmul, **override)
-                _library.impl("fused_matmul_reduce_scatter", _fused_matmul_reduce_scatter, **override)
-                _library.impl("fused_all_gather_scaled_matmul", _fused_all_gather_scaled_matmul, **override)
-                _library.impl("fused_scaled_matmul_reduce_scatter", _fused_scaled_matmul_reduce_scatter, **override)
+                for name, implementation in _IMPLEMENTATIONS.items():
+                    _library.impl(name, implementation, **override)
 
 
 def _remove(name: str, ctx: Context):
@@ -94,9 +92,7 @@ def _fused_all_gather_matmul(A, Bs, gather_dim, group_name, *, return_A=True):
     """torch's: A [..., K] gathered in `gather_dim`, and its product with each B [K, N]."""
     ctx = _context("fused_all_gather_matmul", group_name, A, Bs, gather_dim)
     if ctx is None:
-        torchs = torch_symm_mem._fused_all_gather_matmul
-        torchs = torchs if A.is_cuda else torch_symm_mem._fused_all_gather_matmul_fallback
-        return torchs(A, Bs, gather_dim, group_name, return_A=return_A)
+        return _torchs("fused_all_gather_matmul", A)(A, Bs, gather_dim, group_name, return_A=return_A)
     with torch.no_grad():
         ws = [B.t() for B in Bs]
         ys = tkernels.all_gather_matmul(A, ws, None, None, return_A, gather_dim=gather_dim, ctx=ctx)
@@ -107,9 +103,7 @@ def _fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name):
     """torch's: this rank's part in `scatter_dim` of the sum or mean over ranks of A [..., K] @ B [K, N]."""
     ctx = _context("fused_matmul_reduce_scatter", group_name, A, [B], scatter_dim, reduce_op)
     if ctx is None:
-        torchs = torch_symm_mem._fused_matmul_reduce_scatter
-        torchs = torchs if A.is_cuda else torch_symm_mem._fused_matmul_reduce_scatter_fallback
-        return torchs(A, B, reduce_op, scatter_dim, group_name)
+        return _torchs("fused_matmul_reduce_scatter", A)(A, B, reduce_op, scatter_dim, group_name)
     with torch.no_grad():
         y = tkernels.matmul_reduce_scatter(A, B.t(), scatter_dim=scatter_dim, ctx=ctx)
         return y.div_(ctx.size) if reduce_op == "avg" else y
@@ -122,15 +116,11 @@ def _fused_all_gather_scaled_matmul(
 
     A_scale: one number, the same on all ranks; or one a row, of this rank's rows or of all rows [..., 1].
     """
-    name, out_dtypes = (
-        "fused_all_gather_scaled_matmul",
-        torch_symm_mem._maybe_convert_scalar_types_to_dtypes(out_dtypes),
-    )
+    name = "fused_all_gather_scaled_matmul"
+    out_dtypes = torch_symm_mem._maybe_convert_scalar_types_to_dtypes(out_dtypes)
     ctx = _context(name, group_name, A, Bs, gather_dim, scaled=_unscalable(A, Bs, result_scales, out_dtypes))
     if ctx is None:
-        torchs = torch_symm_mem._fused_all_gather_scaled_matmul
-        torchs = torchs if A.is_cuda else torch_symm_mem._fused_all_gather_scaled_matmul_fallback
-        return torchs(
+        return _torchs(name, A)(
             A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
         )
     length = A.shape[gather_dim]
@@ -164,9 +154,7 @@ def _fused_scaled_matmul_reduce_scatter(
         beyond = "torch's adds a bias on every rank before the sum"
     ctx = _context(name, group_name, whole, [B], orig_scatter_dim, reduce_op, beyond)
     if ctx is None:
-        torchs = torch_symm_mem._fused_scaled_matmul_reduce_scatter
-        torchs = torchs if A.is_cuda else torch_symm_mem._fused_scaled_matmul_reduce_scatter_fallback
-        return torchs(
+        return _torchs(name, A)(
             A, B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name,
             output_shape, bias, result_scale, out_dtype, use_fast_accum,
         )  # fmt: skip
@@ -178,6 +166,19 @@ def _fused_scaled_matmul_reduce_scatter(
             wire_dtype=wire, fast_accum=use_fast_accum, ctx=ctx,
         )  # fmt: skip
         return y.div_(ctx.size) if reduce_op == "avg" else y
+
+
+_IMPLEMENTATIONS = {
+    "fused_all_gather_matmul": _fused_all_gather_matmul,
+    "fused_matmul_reduce_scatter": _fused_matmul_reduce_scatter,
+    "fused_all_gather_scaled_matmul": _fused_all_gather_scaled_matmul,
+    "fused_scaled_matmul_reduce_scatter": _fused_scaled_matmul_reduce_scatter,
+}
+
+
+def _torchs(name: str, A):
+    """torch's own implementation."""
+    return getattr(torch_symm_mem, f"_{name}" if A.is_cuda else f"_{name}_fallback")
 
 
 def _unscalable(A, Bs, result_scales, out_dtypes) -> str:

@@ -40,16 +40,6 @@ from tkernels.layers.tensor_parallel.modules import (
 )
 from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, SummedOutput, has_others_hooks, is_part
 
-__all__ = [
-    "ColwiseParallel",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "Replicated",
-    "RowwiseParallel",
-    "SequenceParallel",
-]
-
 _log = logging.getLogger("tkernels")
 
 # Subclasses of nn.Linear in other libraries whose own forward computes what nn.Linear's does.
