@@ -212,6 +212,12 @@ class Engine:
 
     @torch._disable_dynamo
     def begin_root_backward(self, _):
+        if self.root.engine is not self:
+            raise LeaseError(
+                f"fully_shard: {self.root.name} ran by itself before the model that it is in, whose first forward has "
+                f"moved its parameters, so that earlier forward has no backward any more; run the whole model once "
+                f"before parts of it, or that backward before the model"
+            )
         self.begin_backward()
         self.root.begun = True
         if self.root.uses == 0:
