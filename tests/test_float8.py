@@ -168,6 +168,11 @@ def test_float8_copies_of_weights_are_kept_until_a_weight_may_have_changed(ctx):
         assert (
             changes(lambda: [model.weight.to_local().data.mul_(2), optimizer.zero_grad(), optimizer.step()]) == 2
         )  # writes that don't count
+        assert changes(lambda: [torch._foreach_mul_([model.weight], 2), model.zero_grad()]) == 2
+        model.requires_grad_(False).zero_grad()
+        frozen = [(outputs(), quantized.weights(*shapes))[1] for _ in range(2)]
+        assert frozen == [0, 0]
+        model.requires_grad_()
         for _ in range(2):  # neither kept nor used where no gradient is recorded
             with torch.no_grad():
                 model.weight._local_tensor.data.mul_(2)

@@ -232,8 +232,9 @@ class Copies:
 
     They are kept while nothing tells that a weight may have changed: torch's count of writes to it, its address, an
     optimizer's step, another parameter in its place (as fully_shard puts there after each gather). A write through
-    `weight.data` alone tells nothing, nor one by a replayed CUDA graph. So copies are kept only for calls that record a
-    gradient; others, and the graphs of CUDA and torch.compile, make them anew.
+    `weight.data` alone tells nothing, nor one by a torch._foreach operation to DTensors, or by a replayed CUDA graph. So
+    a forward takes none that were made before it unless its weights have gradients, from an earlier microbatch, or need
+    none; and only calls that record a gradient keep any: others, and the graphs of CUDA and torch.compile, don't.
     """
 
     def __init__(self):
@@ -257,6 +258,8 @@ class Copies:
         """What `weights` makes a call's copies with; None if they are not kept."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or capture.underway() or ws[0].is_inference():
             return None
+        if any(each.requires_grad and (not each.is_leaf or each.grad is None) for each in parameters):
+            self.forget()
         return self, tuple(parameters)
 
     def __deepcopy__(self, memo):
