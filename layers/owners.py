@@ -1,23 +1,31 @@
 """Owners of parameters: the objects whose hooks a parameter has, or whose memory it uses.
 
-A parameter may outlive its owners, and keeps none of them alive. Nor is a parameter kept that another one replaces, but
-an optimizer that still has it is told.
+A parameter may outlive its owners, and keeps none of them alive. One that no optimizer should have, as another is the
+model's in its place, says so, and whose that is.
 """
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
-# Parameter: what has put another in its place, and that one's id. (A weak reference to it would keep Module.to from
-# swapping a DTensor.)
-_replaced = WeakIdKeyDictionary()
+_INSTEAD = "tkernels_instead"  # on a parameter in whose place another is trained: an _Instead
 
 
 class _References(list):
     """A list of weak references that is pickled as an empty one: owners don't go to a file or another process."""
+
+    def __reduce__(self):
+        return _References, ()
+
+
+class _Instead(NamedTuple):
+    """Why no optimizer trains a parameter, and the id of the one in its place, which is nothing to another process."""
+
+    why: str
+    trained: int
 
     def __reduce__(self):
         return _References, ()
@@ -43,31 +51,36 @@ def owner_of(parameter, kind: type | tuple[type, ...] = object):
 
 
 def attributes(parameter) -> dict:
-    """The attributes set on a parameter, for one that replaces it: all except its owners."""
-    return {name: value for name, value in vars(parameter).items() if name != _OWNERS}
+    """The attributes set on a parameter, for one that replaces it: all except what is of this module."""
+    return {name: value for name, value in vars(parameter).items() if name not in (_OWNERS, _INSTEAD)}
 
 
 def replace(parameter, successor, by: str):
     """Let `successor` have what was set on a parameter, in whose place `by` puts it."""
     vars(successor).update(attributes(parameter))
-    _replaced[parameter] = by, id(successor)
+    why = f"no model's any more, as {by} has put others in their place; make the optimizer afterwards"
+    untrained(parameter, successor, why)
+
+
+def untrained(parameter, trained, why: str):
+    """Let no optimizer step with `parameter` unless it has `trained` too. why: what the one is, and the way out."""
+    setattr(parameter, _INSTEAD, _Instead(why, id(trained)))
 
 
 @register_optimizer_step_pre_hook
 def _check_step(optimizer, *_):
     """Raises ValueError for an optimizer that would train what no model has.
 
-    It has replaced parameters and none of those in their places. (One with both is of a model of which a part was taken
+    It has parameters that others stand for, and none of those. (One with both is of a model of which a part was taken
     that shared a parameter with the rest, where it stays.)
     """
-    if torch.compiler.is_compiling() or not _replaced:  # as a rule all of them are gone
+    if torch.compiler.is_compiling():
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stale = [parameter for parameter in parameters if parameter in _replaced]
-    if stale and not {_replaced[each][1] for each in stale} & {*map(id, parameters)}:
+    stale = [instead for parameter in parameters if (instead := getattr(parameter, _INSTEAD, None))]
+    if stale and not {instead.trained for instead in stale} & {*map(id, parameters)}:
         raise ValueError(
-            f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are no model's any "
-            f"more, as {_replaced[stale[0]][0]} has put others in their place; make the optimizer afterwards"
+            f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are {stale[0].why}"
         )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import pickle
 import types
 import warnings
 from unittest import mock
@@ -1517,6 +1518,30 @@ def test_fully_shard_tells_an_optimizer_that_was_made_before_it(ctx):
     model(torch.ones(4, device=ctx.device)).sum().backward()
     optimizer.step()
     assert not torch.equal(kept, before)
+    for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):  # parameters of their own
+        torch.optim.SGD([other], lr=0.1).step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fully_shard_tells_an_optimizer_of_what_a_forward_has_gathered(ctx, strategy):
+    model = nn.Linear(4, 4).to(ctx.device)
+    fully_shard(model, mesh=mesh_of(ctx), strategy=strategy)
+    x = torch.ones(4, device=ctx.device)
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match=r"SGD.step: 2 of its 2 .* fully_shard has gathered .*reset_iter_state"):
+        optimizer.step()
+
+    model(x)
+    model.reset_iter_state()  # the way out
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.full_tensor()
+    model(x).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight.full_tensor(), before - 0.1)
 
 
 class Block(nn.Module):

@@ -30,7 +30,12 @@ from tkernels.comm import Context
 from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
 from tkernels.layers.data_parallel.wire import mean
-from tkernels.layers.owners import attributes, replace, weakly
+from tkernels.layers.owners import attributes, replace, untrained, weakly
+
+_GATHERED = (
+    "what fully_shard has gathered for a forward, whose gradients and updates the model would not see; make the "
+    "optimizer before the first forward, or after model.reset_iter_state()"
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ class Parameter:
             whole = DTensor(local, spec, requires_grad=False)
         self.whole = nn.Parameter(whole, requires_grad=dtype.is_floating_point)
         vars(self.whole).update(self._marks)
+        untrained(self.whole, self.sharded, _GATHERED)
         if self.whole.requires_grad:  # as it is the first time; later as the sharded one says
             for each in self._hooks:
                 self.whole.register_hook(each)

@@ -232,9 +232,9 @@ class Copies:
 
     They are kept while nothing tells that a weight may have changed: torch's count of writes to it, its address, an
     optimizer's step, another parameter in its place (as fully_shard puts there after each gather). A write through
-    `weight.data` alone tells nothing, nor one by a torch._foreach operation to DTensors, or by a replayed CUDA graph. So
-    a forward takes none that were made before it unless its weights have gradients, from an earlier microbatch, or need
-    none; and only calls that record a gradient keep any: others, and the graphs of CUDA and torch.compile, don't.
+    `weight.data` alone tells nothing, nor one by a torch._foreach operation to DTensors, or by a replayed CUDA graph.
+    So a forward takes none that were made before it unless its weights have gradients, from an earlier microbatch, or
+    need none; and only calls that record a gradient keep any: others, and the graphs of CUDA and torch.compile, don't.
     """
 
     def __init__(self):
