@@ -1538,7 +1538,7 @@ def test_fully_shard_tells_an_optimizer_of_what_a_forward_has_gathered(ctx, stra
     model.reset_iter_state()  # the way out
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.weight.full_tensor()
+    before = model.weight.full_tensor().clone()
     model(x).sum().backward()
     optimizer.step()
     assert torch.equal(model.weight.full_tensor(), before - 0.1)
