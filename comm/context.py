@@ -19,7 +19,7 @@ from tkernels.comm.calls import Call, Shared, Turn
 from tkernels.comm.copies import Copies, Send
 from tkernels.comm.device import Link
 from tkernels.comm.errors import Fault, HeapExhaustedError, MismatchError, TkernelsError, WaitTimeoutError
-from tkernels.comm.group import Group
+from tkernels.comm.group import Group, of_parent
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
@@ -559,10 +559,7 @@ class Context:
 
     def leave_to_parent(self):
         """In a process that was forked from this rank: make calls raise, whose signals would be the parent's, too."""
-        self._interruption = (
-            f"{self.name} belongs to the rank that this process was forked from, which shares its memory and signals; "
-            f"make the call there"
-        )
+        self._interruption = of_parent(self.name)
         self._flag, self.reported = numpy.ones(1, dtype=numpy.int64), True  # its own memory, as the old one is not
 
     def barrier(self):

@@ -31,6 +31,8 @@ PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are mi
 _log = logging.getLogger("tkernels")
 _meetings = collections.Counter()  # number of meetings so far, by `Group._key`
 _turns = weakref.WeakKeyDictionary()  # by process group: its meetings must not overlap
+_parents = weakref.WeakSet()  # process groups of the rank that this process was forked from
+os.register_at_fork(after_in_child=lambda: _parents.update(dist.distributed_c10d._world.pg_map))
 
 
 class _Arrival(NamedTuple):
@@ -140,14 +142,16 @@ class Group:
 
         Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike, or
         if a rank is in torch's all_gather_object, which gets what was meant for the meeting.
-        Raises TkernelsError if a rank has gone, if another thread meets over the same process group, and once the group
-        is closed. A waiting rank logs the missing ones after PATIENCE_S; the limit of the wait is torch.distributed's.
+        Raises TkernelsError if a rank has gone, if another thread meets over the same process group, in a process that
+        was forked from a rank, and once the group is closed. A waiting rank logs the missing ones after PATIENCE_S; the
+        limit of the wait is torch.distributed's.
         With `limit_s`, ranks that have not come to a meeting in a call by then are named in an OutOfStepError.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
         if self.size == 1:
             return [value]
+        self._refuse_forked()
         if not self.alive:
             raise TkernelsError(
                 "torch.distributed has been shut down, or this process group, so the ranks can't meet any more; "
@@ -323,6 +327,7 @@ class Group:
 
         Not a meeting: it waits until all of `ranks` have called it, but no longer than the limit.
         """
+        self._refuse_forked()
         store = _store()
         if store is None:
             return [text if rank == self.rank else None for rank in ranks]
@@ -342,6 +347,18 @@ class Group:
 
     def close(self):
         self.closed = True
+
+    def _refuse_forked(self):
+        if self.process_group in _parents:
+            raise TkernelsError(of_parent(self.name or "the process group"))
+
+
+def of_parent(what: str) -> str:
+    """For errors in a process that was forked from a rank."""
+    return (
+        f"{what} belongs to the rank that this process was forked from, which shares its memory, connections and "
+        f"signals; make the call there"
+    )
 
 
 def _way_out(ranks: list[dict]) -> str:

@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -1167,6 +1168,37 @@ def test_all_reduce_in_a_process_that_was_forked_from_a_rank_is_refused_and_the_
     assert local == "[[3.0, 3.0], [3.0, 3.0]]"
     ctx.group.barrier()
     assert [total(float(value)) for value in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", ["all_reduce", "init", "empty"])
+def test_init_and_a_first_call_in_a_process_that_was_forked_from_a_rank_are_refused_and_the_rank_goes_on(ctx, call):
+    if ctx.device.type != "cpu":
+        pytest.skip("CUDA itself refuses a forked process")
+    fresh = tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, default=False)
+    calls = {
+        "all_reduce": lambda: tkernels.all_reduce(torch.ones(3), ctx=fresh),
+        "init": lambda: tkernels.init(ctx.group.process_group),
+        "empty": lambda: fresh.empty(3),
+    }
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # instead of gloo's limit, if it waits for ranks
+        try:
+            calls[call]()
+        except TkernelsError as error:
+            os.write(sink, str(error).encode())
+        os._exit(0)
+    os.close(sink)
+    with os.fdopen(source) as pipe:
+        message = pipe.read()
+    os.waitpid(child, 0)
+    assert message.startswith("the process group" if call == "init" else fresh.name)
+    assert re.search("belongs to the rank that this process was forked from.*make the call there", message)
+    ctx.group.barrier()
+    assert tkernels.all_reduce(torch.ones(3), ctx=fresh).tolist() == [2.0] * 3
+    fresh.finalize()
 
 
 @pytest.mark.ranks(2)
