@@ -20,6 +20,7 @@ from transports import forget_choices
 
 import tkernels
 import tkernels.layers
+from tkernels import cli
 from tkernels.variants import variants
 
 ROOT = Path(__file__).parent.parent
@@ -179,6 +180,16 @@ def test_tables_of_migration_name_what_there_is():
 def test_the_example_of_leases_runs():
     (block,) = (block for block in blocks("python", GUIDES["layers/README.md"]) if "Slot(" in block)
     exec(compile(block, "layers/README.md, leases", "exec"), {})
+
+
+@pytest.mark.quick
+def test_explain_prints_the_table_of_the_guide(capsys):
+    guide = GUIDES["tkernels/README.md"]
+    (command,) = (block for block in blocks("sh", guide) if "tkernels explain" in block)
+    assert cli.main(command.split()[1:]) == 0
+    printed = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    for row in re.findall(r"^\| (.+) \|$", guide.partition("| way |")[2].partition("\n\n")[0], re.MULTILINE)[1:]:
+        assert [cell.strip() for cell in row.split("|") if cell.strip()] in printed, row
 
 
 @pytest.mark.ranks(2)
