@@ -689,7 +689,7 @@ def test_matmul_and_the_collectives_under_torch_func(ctx):
     slope = torch.func.grad(lambda x: tkernels.matmul(x, w).sum())
     with pytest.raises(torch._dynamo.exc.Unsupported, match="matmul: torch.compile doesn't see through torch.func"):
         torch.compile(slope, backend="eager", fullgraph=True)(batch[0])
-    with pytest.raises(ValueError, match="all_reduce: out= has no gradient; leave it out"):
+    with pytest.raises(ValueError, match="all_reduce: out= has no gradient; leave it out$"):  # no_grad doesn't help
         torch.vmap(lambda x: tkernels.all_reduce(x, out=torch.empty_like(x), ctx=ctx))(batch)
 
 

@@ -268,6 +268,22 @@ def test_quantize_under_no_grad_takes_what_wants_a_gradient():
     assert not q.requires_grad and not unit.requires_grad
 
 
+def test_quantize_dequantize_and_products_of_fp8_within_vmap_ask_for_no_grad_which_helps():
+    x, w = (normal((3, 4, 16), torch.float32, seed, device=DEVICE) for seed in (1, 2))
+    (q, unit), (w, w_unit) = tkernels.quantize(x), tkernels.quantize(w[0])
+
+    def product(q, unit):
+        return tkernels.matmul(q, w, x_scale=unit, w_scale=w_unit)
+
+    calls = (tkernels.quantize, (x,)), (tkernels.dequantize, (q, unit)), (product, (q, unit))
+    for function, operands in calls:
+        with pytest.raises(ValueError, match=r"no gradient; call under torch.no_grad\(\), as within torch.func no"):
+            torch.vmap(function)(*operands)
+        with torch.no_grad():
+            mapped, whole = torch.vmap(function)(*operands), function(*operands)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(mapped, whole, strict=True)), function
+
+
 def test_quantize_by_torch_where_a_gpu_has_no_fp8_is_the_same_and_said_once(monkeypatch, caplog):
     monkeypatch.setattr(module, "local_calls", LocalCalls())
     monkeypatch.setattr(module, "_takes_fp8", lambda device: False)

@@ -224,3 +224,10 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def under_no_grad(instead: str) -> str:
+    """For errors: how a call can be made that has no gradient. instead: what helps as well, but not in torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        return "call under torch.no_grad(), as within torch.func no tensor tells whether it needs one"
+    return f"{instead}, or call under torch.no_grad()"

@@ -8,7 +8,7 @@ from tkernels.comm import collectives
 from tkernels.comm.arguments import check_dense, check_tensors
 from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
-from tkernels.dispatch import PLAIN, untraced, wants_gradient
+from tkernels.dispatch import PLAIN, transformed, under_no_grad, untraced, wants_gradient
 from tkernels.gemm import Scales, check_apart, multiply, precision
 from tkernels.leading import ROWS_FIRST, Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
@@ -26,7 +26,7 @@ def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Te
     if not PLAIN.issuperset((type(x), type(out))):
         check_tensors(name, x=x, out=out)
     if wants_gradient(x, out):
-        raise ValueError(f"{name}: out= has no gradient; leave it out, or call under torch.no_grad()")
+        raise ValueError(f"{name}: out= has no gradient; {_left_out('it')}")
     getattr(ops, f"{name}_out")(x, *arguments, out=out)
     return out
 
@@ -64,13 +64,17 @@ def _check_without_gradient(name: str, labels: tuple[str, ...], *tensors: torch.
         return
     if fp8:
         raise ValueError(
-            f"{name}: products of float8 operands have no gradient; call under torch.no_grad(), or in the forward of "
-            f"an autograd.Function that defines one"
+            f"{name}: products of float8 operands have no gradient; "
+            f"{under_no_grad('call in the forward of an autograd.Function that defines one')}"
         )
     raise ValueError(
-        f"{name}: out=, config=, and return_gathered= of a tensor or 'borrowed' have no gradient; leave them out, or "
-        f"call under torch.no_grad()"
+        f"{name}: out=, config=, and return_gathered= of a tensor or 'borrowed' have no gradient; {_left_out('them')}"
     )
+
+
+def _left_out(which: str) -> str:
+    """For errors: the way out. No kernel takes the memory of what torch.func has wrapped, with or without gradients."""
+    return f"leave {which} out" + ("" if transformed() else ", or call under torch.no_grad()")
 
 
 def _is_scaled(x, x_scale, w_scale) -> bool:
@@ -161,7 +165,7 @@ def quantize(
     """
     check_tensors("quantize", x=x, **({} if gate is None else {"gate": gate}))
     if wants_gradient(x, gate):
-        raise ValueError("quantize: has no gradient; pass x.detach(), or call under torch.no_grad()")
+        raise ValueError(f"quantize: has no gradient; {under_no_grad('pass x.detach()')}")
     return ops.quantize(x, gate, scale, dtype, power_of_two, *(() if activation is None else (activation,)))
 
 
@@ -173,7 +177,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
     """
     check_tensors("dequantize", q=q, scale=scale)
     if wants_gradient(scale):
-        raise ValueError("dequantize: has no gradient; pass scale.detach(), or call under torch.no_grad()")
+        raise ValueError(f"dequantize: has no gradient; {under_no_grad('pass scale.detach()')}")
     return ops.dequantize(q, scale, dtype)
 
 
