@@ -234,6 +234,14 @@ def test_what_can_not_be_multiplied_is_refused_by_name(operands, error, message)
         matmul(*operands)
 
 
+def test_matmul_under_autocast_says_that_it_casts_no_operands():
+    with torch.autocast(X.device.type, torch.bfloat16):
+        for operands in ((X, W.half()), (X, W, W[:, 0].half())):
+            with pytest.raises((TypeError, ValueError), match="float16.*; torch's autocast, which is on, casts no"):
+                matmul(*operands)
+        assert matmul(X, W).dtype == X.dtype
+
+
 @pytest.mark.parametrize("label, where", [("x", 1), ("w", 4), ("bias", 12)])
 def test_an_out_that_overlaps_an_operand_is_refused(label, where):
     memory = torch.zeros(20, 4, device=DEVICE)

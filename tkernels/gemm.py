@@ -415,6 +415,7 @@ def check_operands(
     if not fp8 and (x.dtype not in DTYPES or w.dtype != x.dtype):
         raise TypeError(
             f"{name}: x is {x.dtype} and w is {w.dtype}; both must be float32, float16 or bfloat16 alike, or float8"
+            f"{_beside_autocast(device)}"
         )
     if x.shape[1] != w.shape[1]:
         raise ValueError(
@@ -428,10 +429,17 @@ def check_operands(
         raise ValueError(
             f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}, but must be "
             f"{'torch.bfloat16, float16 or float32' if fp8 else x.dtype} ({w.shape[0]},) on {device}"
+            f"{'' if right else _beside_autocast(device)}"
         )
     if bias is not None:
         check_resolved(name, "bias", bias)
     check_activation(name, activation)
+
+
+def _beside_autocast(device: torch.device) -> str:
+    """For errors about dtypes."""
+    on = torch.is_autocast_enabled(device.type)
+    return "; torch's autocast, which is on, casts no operands of this operation: cast them first" if on else ""
 
 
 def check_scaled(name: str, x: torch.Tensor, w: torch.Tensor, scales: Scales | None, device: torch.device):
