@@ -35,6 +35,34 @@ def test_commands_need_no_output_and_say_so_where_it_is_asked_for(monkeypatch, t
     assert cli.main(["tune", "--list"]) == 0
 
 
+EXPLAIN = "explain matmul --shape 8x8x8 --json"
+
+
+@pytest.mark.parametrize("arguments", ["--help", f"{EXPLAIN} -"])
+def test_the_command_whose_reader_has_gone_ends_quietly_with_1(arguments):
+    source, sink = os.pipe()
+    os.close(source)
+    with os.fdopen(sink, "w") as closed:
+        done = subprocess.run(
+            [*COMMAND, *arguments.split()], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=600,
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert not re.search("Traceback|Exception|Errno", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("target, said", [("-", "stdout"), ("/dev/full", "'/dev/full'")])
+def test_the_command_on_a_full_disk_says_so_in_a_sentence(target, said):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *EXPLAIN.split(), target], stdout=full if target == "-" else subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, timeout=600, env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"tkernels: can't write to {said}: No space left on device")
+    assert not re.search("Traceback|Exception", done.stderr), done.stderr
+
+
 @pytest.mark.quick
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:

@@ -30,8 +30,23 @@ COMMANDS = {  # name -> module, summary
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand. Returns its exit code: 0, 1 if it failed, 130 on Ctrl-C; a wrong argument exits with 2.
 
-    Raises SystemExit for the latter.
+    Raises SystemExit for the latter, and if what was printed can't be written; quietly where its reader has gone.
     """
+    code = 0
+    try:
+        code = _run(arguments)
+        return code
+    finally:
+        try:
+            if sys.stdout:
+                sys.stdout.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the exit, which flushes again
+            quiet = code or isinstance(error, BrokenPipeError)
+            sys.exit(1 if quiet else f"tkernels: can't write to stdout: {error.strerror}")
+
+
+def _run(arguments: list[str] | None) -> int:
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:  # reported by the subcommand's parser: the top-level one would not name the subcommand
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -44,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        return 1
     except argparse.ArgumentError as error:
         if options.traceback:
             traceback.print_exc()
@@ -122,7 +139,12 @@ def file_to_write(text: str) -> Path:
 
 def write_output(text: str, where: str):
     """Write to a path that `output` has accepted, or to stdout for "-"."""
-    sys.stdout.write(text) if where == "-" else Path(where).write_text(text)
+    try:
+        sys.stdout.write(text) if where == "-" else Path(where).write_text(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # which names no file if the disk is full
+        raise OSError(f"can't write to {where!r}: {error.strerror}") from error
 
 
 def _sentence(error: Exception) -> str:
