@@ -112,6 +112,10 @@ class NeedsTwoArguments(Exception):
         return super().__reduce__()
 
 
+def return_what_does_not_unpickle(ctx):
+    return NeedsTwoArguments("first", ctx.rank)
+
+
 class DoesNotPickle(Exception):
     def __reduce__(self):
         raise TypeError("never")
@@ -357,8 +361,11 @@ def test_an_exception_that_does_not_pickle_travels_as_text():
 
 
 def test_a_result_that_does_not_pickle_is_the_failure_of_its_rank(pool):
-    with pytest.raises(RankError, match="return_a_lambda"):
+    said = r"^rank \d of 2: TypeError: the result, of type \w+, can't be sent to the caller: .*return_a_lambda"
+    with pytest.raises(RankError, match=said):
         pool.run(return_a_lambda)
+    with pytest.raises(RankError, match="^rank 0 of 2: the result pickles, but does not unpickle: TypeError: .*second"):
+        pool.run(return_what_does_not_unpickle)
 
 
 def test_a_dead_rank_is_named_although_the_others_fail_as_well(pool):

@@ -200,7 +200,15 @@ class RankPool:
             raise
         if any(spent):
             self.kill()
-        return list(results)
+        return [self._unpickled(rank, result) for rank, result in enumerate(results)]
+
+    def _unpickled(self, rank: int, result: bytes):
+        try:
+            return pickle.loads(result)
+        except Exception as error:  # whatever its class raises
+            what = f"{type(error).__name__}: {error}"
+            headline = f"rank {rank} of {self.ranks}: the result pickles, but does not unpickle: {what}"
+            raise RankError(rank, type(error).__name__, "", headline) from error
 
     def close(self) -> None:
         """Finalize the Context on all ranks and end the processes. Raises RankError when finalizing fails."""
@@ -285,7 +293,7 @@ class RankPool:
                 finished = ", ".join(map(str, sorted(answers)))
                 said += f", but not {finished}: all ranks must make the same collective calls"
             raise self._timeout(said, running)
-        return [pickle.loads(answers[rank][1]) for rank in range(self.ranks)]
+        return [answers[rank][1] for rank in range(self.ranks)]
 
     def _collect(self, deadline: float) -> tuple[dict[int, tuple], list[int]]:
         """Wait for answers until the deadline, or until shortly after the first failure.
@@ -414,7 +422,14 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
         ctx = _join(rank, ranks, port, listener, pickle.loads(options))
 
     def run(call):
-        return _call(ctx, *pickle.loads(call))
+        result, spent = _call(ctx, *pickle.loads(call))
+        try:
+            return dumps(result), spent
+        except Exception as error:  # whatever a __reduce__ raises
+            raise TypeError(
+                f"the result, of type {type(result).__qualname__}, can't be sent to the caller: {error}; return what "
+                f"pickles, as tensors, numbers and text do"
+            ) from error
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         _answer(pipe, join, pipe.recv_bytes())
@@ -466,9 +481,9 @@ def _import_program(program: dict):
 
 
 def _answer(pipe: Connection, work, *args):
-    """Send (None, the pickled result of the work), or (when it failed, how), a description."""
+    """Send (None, the result of the work), or (when it failed, how), a description."""
     try:
-        answer = None, dumps(work(*args))
+        answer = None, work(*args)
     except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
         answer = time.monotonic(), _describe(error)
     for stream in (sys.stdout, sys.stderr):
