@@ -99,6 +99,8 @@ def test_version(capsys):
         ("explain all_gather_matmul", "required: --shape"),
         ("explain gemm --shape 8x8x8", "there is no operation 'gemm'; there are all_gather_matmul, "),
         ("explain matmul --shape 8x8x99999999999999999999", "8x8x99999999999999999999: M, N and K must be at most 1"),
+        ("explain matmul --shape 8x8x8 --ranks 4", "matmul is on one rank alone: give the sizes that a rank"),
+        ("explain all --shape 8x8x8 --ranks 100000000", "--ranks 100000000: takes at most 1024 ranks"),
         ("explain all --shape 8x8x8 --ranks 1", "one rank multiplies alone: there is nothing to overlap"),
         ("explain all --shape 8x8x8 --gpu nvidia", "--gpu nvidia: name one of NVIDIA H200, NVIDIA H100 80GB HBM3"),
         ("explain all --shape 8x8x8 --gpu 3090", "--gpu 3090: name one of NVIDIA H200, "),

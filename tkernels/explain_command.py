@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser):
         help="sizes over all ranks, or names of tkernels.shapes, with commas; those of an operation are listed for a "
         "wrong one",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=count, metavar="N", default=2, help="default: 2")
+    parser.add_argument("--ranks", type=count, metavar="N", help="default: 2, and for matmul 1, as it has no others")
     parser.add_argument(
         "--gpu", metavar="NAME", default="H200", help="its name or a part; those known are listed for a wrong one; "
         "default: H200",
@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
+    from tkernels.launch import MOST_RANKS
     from tkernels.paths import (
         by_rule,
         check_depth,
@@ -56,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     dtype = (shapes.WITH_FP8 | {"tf32": torch.float32})[arguments.dtype]
-    found = rows_named(arguments.gpu)
+    found, local = rows_named(arguments.gpu), arguments.operation == "matmul"
+    ranks = arguments.ranks or (1 if local else 2)
     try:
         if arguments.operation not in (*model.FUSED, "matmul", "all"):
             raise ValueError(
@@ -64,28 +66,31 @@ def run(arguments: argparse.Namespace) -> int:
             )
         if len(found) != 1:
             raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join([gpu.name for gpu in found] or GPUS)}")
-        if arguments.ranks == 1 and arguments.operation != "matmul":
+        if local and ranks > 1:
+            raise ValueError("matmul is on one rank alone: give the sizes that a rank multiplies, without --ranks")
+        if ranks == 1 and not local:
             raise ValueError("one rank multiplies alone: there is nothing to overlap; give --ranks of 2 or more")
+        if ranks > MOST_RANKS:
+            raise ValueError(f"--ranks {ranks}: takes at most {MOST_RANKS} ranks")
         operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
         asked = shapes.find(operations, arguments.shape.split(","), run=False)
         found[0].rate(dtype)
         for operation, named in asked.items():
-            ranks = 1 if operation == "matmul" else arguments.ranks
             for sizes in named.values():
                 check_depth(local_sizes(operation, *sizes, ranks)[2], dtype)
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentError(None, str(error)) from None
-    (gpu,), ranks, answers = found, 1 if arguments.operation == "matmul" else arguments.ranks, []
+    (gpu,), answers = found, []
     precision = "tf32" if arguments.dtype == "tf32" else "ieee"
     console = Console(stderr=arguments.json == "-", highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for operation, named in asked.items():
         for M, N, K in named.values():
-            if operation == "matmul":
+            if local:
                 choice = explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
             else:
-                local = local_sizes(operation, M, N, K, ranks)
-                layout = usual_layout(*local, dtype, gpu)
-                computed = fused_sizes(operation, *local, dtype, gpu)
+                own = local_sizes(operation, M, N, K, ranks)
+                layout = usual_layout(*own, dtype, gpu)
+                computed = fused_sizes(operation, *own, dtype, gpu)
                 problem = model.Problem(operation, *computed, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
                 width = N if operation != model.GATHER else K
                 choice = by_rule(operation, M, width, dtype, ranks, precision, gpu)
@@ -95,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(title, style="bold", markup=False)
             console.print(table_of(ways))
             console.print(f"takes {ways[0].name}: {choice.reason}", markup=False)
-            if operation != "matmul":
+            if not local:
                 console.print(saving(ways), markup=False)
             answers.append(
                 {"operation": operation, "M": M, "N": N, "K": K, "dtype": arguments.dtype, "ranks": ranks,
