@@ -15,6 +15,7 @@ autograd's, which run backward while the thread that called it waits.
 """
 
 import functools
+import itertools
 import json
 import reprlib
 import sys
@@ -70,7 +71,7 @@ def describe(tensor: torch.Tensor | None):
         lazy = tensor.is_neg() or tensor.is_conj()
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy
     except RuntimeError:
-        check_dense("operations", operand=tensor)
+        check_dense("tkernels", **{"an operand": tensor})
         raise
 
 
@@ -99,8 +100,11 @@ class PreparedCalls:
         try:
             found = self._prepared.get(key)
         except TypeError as error:  # parts of a key are hashed
-            odd = ", ".join(reprlib.repr(part) for part in key if not isinstance(part, Hashable))
-            raise TypeError(f"no option of an operation can be {odd} ({error})") from error
+            kind, fields = key[0], getattr(key[0], "_fields", ())
+            named = itertools.zip_longest(fields, key[1:], fillvalue="option")
+            odd = ", ".join(f"{name}={reprlib.repr(part)}" for name, part in named if not isinstance(part, Hashable))
+            name = getattr(kind, "operation", kind.__name__)
+            raise TypeError(f"{name}: {odd} is no value of an option ({error})") from error
         if found is None:
             with capture.lasting():
                 found = prepare(*arguments)

@@ -26,6 +26,7 @@ from tkernels.comm.interpreter import integer_from_environment
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+GROUPS = "a process group of torch.distributed, a DeviceMesh of one dimension, or None"  # what `init` takes
 PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are missing
 
 _log = logging.getLogger("tkernels")
@@ -100,7 +101,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
         if process_group is not None and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
-            check_type("init: group", process_group, dist.ProcessGroup, "a process group of torch.distributed, or None")
+            check_type("init: group", process_group, dist.ProcessGroup, GROUPS)
         if not dist.is_initialized():
             if integer_from_environment("WORLD_SIZE", 1) > 1:
                 raise ValueError(

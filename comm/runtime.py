@@ -139,9 +139,9 @@ def capability() -> tuple[int, int]:
 
     Raises TkernelsError for a GPU older than Ampere, ValueError for a variable that names none from there to this one.
     """
-    here = HOPPER
+    here, whose = HOPPER, "Hopper's"
     if RUNTIME == "nvshmem" and torch.cuda.is_available():
-        here = torch.cuda.get_device_capability()
+        here, whose = torch.cuda.get_device_capability(), "this GPU's"
     if here < AMPERE:
         raise TkernelsError(
             f"{torch.cuda.get_device_name()} has compute capability {_dotted(here)}, and there are kernels for "
@@ -151,7 +151,7 @@ def capability() -> tuple[int, int]:
     found = tuple(map(int, asked.split("."))) if re.fullmatch(r"\d+\.\d", asked) else ()
     if not AMPERE <= found <= here:
         raise ValueError(
-            f"TKERNELS_CAPABILITY={asked!r} must be a compute capability from {_dotted(AMPERE)} to this GPU's, "
+            f"TKERNELS_CAPABILITY={asked!r} must be a compute capability from {_dotted(AMPERE)} to {whose}, "
             f"{_dotted(here)}"
         )
     return found

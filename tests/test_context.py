@@ -491,7 +491,7 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
     for name, wrong, said in (
         ("transport", ["peer"], r"transport=\['peer'\] must be a name"),
         ("num_programs", None if ctx.rank else 2.5, "num_programs=2.5 must be a whole number"),  # of one rank alone
-        ("group", "world", "group='world' must be a process group of torch.distributed, or None"),
+        ("group", "world", "group='world' must be .* torch.distributed, a DeviceMesh of one dimension, or"),
     ):
         with pytest.raises(TypeError, match=f"init: {said}") as refused:
             tkernels.init(**{name: wrong})

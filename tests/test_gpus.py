@@ -33,6 +33,9 @@ def test_capability_is_the_gpus_or_an_older_one_that_is_asked_for(on_gpu, monkey
         monkeypatch.setenv("TKERNELS_CAPABILITY", asked)
         with pytest.raises(ValueError, match=f"TKERNELS_CAPABILITY='{asked}' must be .* from 8.0 to this GPU's, 9.0"):
             runtime.capability()
+    monkeypatch.setattr(runtime, "RUNTIME", "simulated")
+    with pytest.raises(ValueError, match="TKERNELS_CAPABILITY='8' must be .* from 8.0 to Hopper's, 9.0"):
+        runtime.capability()
 
 
 @pytest.mark.quick

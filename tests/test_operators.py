@@ -728,15 +728,16 @@ def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
     calls += [(name, (x, wrong), {}) for name in products for wrong in (None, "w", sparse)]
     calls += [(name, (x, w, 3), {"activation": activation}) for name in products for activation in (None, "relu")]
     calls += [(name, (x, w), {"path": wrong}) for name in products[1:] for wrong in (["plain"], {})]
+    calls += [(name, (x, w), {option: {}}) for name in products for option in ("config", "out_dtype")]
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     calls += [(name, (wrong,), {}) for name in collectives for wrong in (None, 3, [1.0], sparse)]
     calls += [(name, (x,), {"out": 3}) for name in collectives]
     calls += [(name, (x, w), {"out": wrong}) for name in products[:3] for wrong in (sparse, many)]
     calls += [(name, (x, w), {"config": wrong}) for name in products for wrong in ("fast", 3)]
     calls += [(name, (many, w), {}) for name in products] + [(name, (many,), {}) for name in collectives]
-    named = "must be a (strided )?tensor|one tensor, not a nested|must be an? (Gemm|Overlap)Config|^no option of"
+    named = "must be a (strided )?tensor|one tensor, not a nested|must be an? (Gemm|Overlap)Config|is no value of an"
     for name, arguments, options in calls:
-        with pytest.raises(TypeError, match=named):
+        with pytest.raises(TypeError, match=f"^{name}: .*({named})"):
             getattr(tkernels, name)(*arguments, **options)
     for name in products:
         with pytest.raises(ValueError, match=r"activation=\['relu'\] is unknown"):

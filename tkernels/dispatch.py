@@ -120,9 +120,14 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
                 return apply_transformed(name, Transformed, *arguments)
             check_without_tangents(name, *tensors, *out.values())
             return registered(*arguments, **out)
-        if wants_gradient(*tensors):
-            return apply(*arguments)
-        result = direct(*arguments, **out)
+        try:
+            if wants_gradient(*tensors):
+                return apply(*arguments)
+            result = direct(*arguments, **out)
+        except TypeError:  # of an operand, perhaps, which is named here
+            check(tensors)
+            check_dense(name.removesuffix("_out"), **out)
+            raise
         if out:
             count_writes(*out.values())
         return result

@@ -554,6 +554,8 @@ class Matmul(NamedTuple):
     precision: how operands are multiplied, as the function of this name says it.
     """
 
+    operation = "matmul"
+
     activation: str | None = None
     out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None

@@ -177,6 +177,8 @@ def quantize(
 class Quantize(NamedTuple):
     """A call of `quantize`, of x and gate, which may be None."""
 
+    operation = "quantize"
+
     scale: str
     dtype: torch.dtype
     power_of_two: bool
