@@ -637,6 +637,8 @@ def _options(transport, timeout_s, num_programs, heap_bytes, compare_calls) -> d
     heap_bytes = DEFAULT_HEAP_BYTES[runtime.RUNTIME] if heap_bytes is None else heap_bytes
     compare_calls = switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls
     check_type("init: compare_calls", compare_calls, numbers.Integral, "True or False")  # 0 and 1 too
+    runtime.shares_gpus()  # raises for what is no switch, and the next for what is no size: without a GPU, too
+    runtime.pool_bytes()
     return {
         "transport": transport,
         "timeout_s": timeout_s,

@@ -23,10 +23,9 @@ from tkernels.comm import capture, runtime
 from tkernels.comm.allocator import Space
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
-from tkernels.comm.interpreter import integer_from_environment
 from tkernels.comm.runtime import Segment
 
-POOL_BYTES = integer_from_environment("TKERNELS_POOL_BYTES", 8 << 30)
+POOL_BYTES = runtime.pool_bytes()
 
 _pool = None
 _uninitialised = []  # loaded modules with NVSHMEM device state that is not initialised yet
@@ -42,10 +41,9 @@ class _Pool:
         unique_id = nvshmem.get_unique_id(empty=world.rank != 0)
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         unique_ids, sizes, gpus = zip(*world.gather((unique_id, POOL_BYTES, gpu)), strict=True)
-        if len(set(sizes)) > 1 or POOL_BYTES <= 0:
+        if len(set(sizes)) > 1:
             raise ValueError(
-                f"init: TKERNELS_POOL_BYTES must be positive and the same on all ranks; by rank it is "
-                f"{', '.join(map(str, sizes))}"
+                f"init: TKERNELS_POOL_BYTES must be the same on all ranks; by rank it is {', '.join(map(str, sizes))}"
             )
         check_sharing(gpus)
         nvshmem.init(device=handle, uid=unique_ids[0], rank=world.rank, nranks=world.size, initializer_method="uid")

@@ -20,7 +20,7 @@ import torch
 
 from tkernels.comm import interpreter
 from tkernels.comm.allocator import Space
-from tkernels.comm.arguments import switch
+from tkernels.comm.arguments import switch, whole
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 
@@ -120,9 +120,14 @@ def shares_gpus() -> bool:
     return switch("TKERNELS_SHARE_GPUS")
 
 
+def pool_bytes() -> int:
+    """The GPU memory that the first `init` of a process takes. Raises ValueError for a variable that is no size."""
+    return whole("TKERNELS_POOL_BYTES", interpreter.integer_from_environment("TKERNELS_POOL_BYTES", 8 << 30), 1)
+
+
 def most_ranks() -> float:
     """The most ranks that may run on this machine: one per GPU; no limit if simulated, or if GPUs are shared."""
-    return math.inf if RUNTIME == "simulated" or shares_gpus() else torch.cuda.device_count()
+    return math.inf if shares_gpus() or RUNTIME == "simulated" else torch.cuda.device_count()
 
 
 def gpus_left_out() -> str | None:

@@ -496,6 +496,15 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
         with pytest.raises(TypeError, match=f"init: {said}") as refused:
             tkernels.init(**{name: wrong})
         message_on_every_rank(ctx, refused.value)
+    for name, wrong, said in (
+        ("TKERNELS_POOL_BYTES", "8GiB", "='8GiB' is not an integer"),
+        ("TKERNELS_POOL_BYTES", "-1", "=-1 must be at least 1"),
+        ("TKERNELS_SHARE_GPUS", "all", "='all' is neither on .* nor off"),
+    ):
+        with mock.patch.dict(os.environ, {name: wrong} if ctx.rank else {}):
+            with pytest.raises(ValueError, match=f"^{name}{said}") as refused:
+                tkernels.init()
+        message_on_every_rank(ctx, refused.value)
     check_gather(ctx)
 
 

@@ -231,6 +231,12 @@ def test_the_example_of_a_test_passes(pytester):
     pytester.runpytest_subprocess("-q").assert_outcomes(passed=2)
 
 
+def test_the_table_of_variables_names_each_that_is_read():
+    paths = [path for folder in ("comm", "tkernels", "layers") for path in (ROOT / folder).rglob("*.py")]
+    read = set(re.findall(r'"(TKERNELS_[A-Z_]+)"', "".join(path.read_text() for path in paths)))
+    assert read == set(re.findall(r"^\| `(TKERNELS_[A-Z_]+)=", README, re.MULTILINE))
+
+
 @pytest.mark.quick
 def test_the_commands_are_there():
     assert any("pip install -e . && tkernels demo" in block for block in blocks("sh"))
