@@ -1,11 +1,13 @@
 """Group: the ranks that work together, a torch process group or this process alone."""
 
+import atexit
 import collections
 import contextlib
 import functools
 import json
 import logging
 import os
+import pickle
 import reprlib
 import sys
 import threading
@@ -32,6 +34,9 @@ PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are mi
 _log = logging.getLogger("tkernels")
 _meetings = collections.Counter()  # number of meetings so far, by `Group._key`
 _turns = weakref.WeakKeyDictionary()  # by process group: its meetings must not overlap
+_hosts = weakref.WeakKeyDictionary()  # by process group: gloo's of the same ranks, which meetings alone use
+atexit.register(_hosts.clear)  # their threads would abort the exit
+FRAME = 4096  # bytes of a meeting's first message, which is the only one if all ranks' values fit
 _parents = weakref.WeakSet()  # process groups of the rank that this process was forked from
 os.register_at_fork(after_in_child=lambda: _parents.update(dist.distributed_c10d._world.pg_map))
 
@@ -141,8 +146,7 @@ class Group:
 
         call: name of this rank's call; by default the operation of `during`, or the library's function that calls.
 
-        Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike, or
-        if a rank is in torch's all_gather_object, which gets what was meant for the meeting.
+        Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike.
         Raises TkernelsError if a rank has gone, if another thread meets over the same process group, in a process that
         was forked from a rank, and once the group is closed. A waiting rank logs the missing ones after PATIENCE_S; the
         limit of the wait is torch.distributed's.
@@ -161,26 +165,55 @@ class Group:
         function, line = _caller()
         operation, alike = self.described() or (function, {})
         alike = {"context": self.name} | alike
-        call, ranks = call or operation, [None] * self.size
+        call = call or operation
         with self._turn, self._arriving(call, line):
             try:
-                dist.all_gather_object(ranks, _Arrival(call, line, alike, value), group=self.process_group)
+                ranks = self._exchange(_Arrival(call, line, alike, value))
             except RuntimeError as error:  # from the backend
                 raise TkernelsError(
                     f"{call} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
                 ) from error
-        if strange := [rank for rank, each in enumerate(ranks) if not isinstance(each, _Arrival)]:
-            raise MismatchError(
-                f"{call} ({line}): the ranks are out of step: rank {strange[0]} is in a collective of the program's "
-                f"own over the same process group, which sent {reprlib.repr(ranks[strange[0]])}; all must make the "
-                f"same calls in the same order"
-            )
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)
         if found := differences(alike):
             raise MismatchError(f"{calls[0]}: the ranks' calls differ, in {found}; {_way_out(alike)}")
         return list(values)
+
+    def _exchange(self, value) -> list:
+        """Collective. Every rank's picklable value.
+
+        Not over the process group, whose next collective on the host may be of another thread, as in dcp.async_save,
+        or of a rank that is not in this call.
+        """
+        sent = pickle.dumps(value)
+        data = len(sent).to_bytes(8, "little") + sent
+        frames = self._all_gather(data[:FRAME].ljust(FRAME, b"\0"))
+        sizes = [8 + int.from_bytes(frame[:8], "little") for frame in frames]
+        if (most := max(sizes)) > FRAME:
+            rest = self._all_gather(data[FRAME:].ljust(most - FRAME, b"\0"))
+            frames = [first + second for first, second in zip(frames, rest, strict=True)]
+        return [pickle.loads(frame[8:size]) for frame, size in zip(frames, sizes, strict=True)]
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        """Collective. As many bytes of each rank."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = torch.empty(self.size, len(data), dtype=torch.uint8, device="cpu")
+        self._host().allgather([[*found]], [mine]).wait()
+        return [part.numpy().tobytes() for part in found]
+
+    def _host(self) -> dist.ProcessGroup:
+        """Collective. The process group of meetings, which torch does not count among those that it names by number."""
+        group, store = self.process_group, _store()
+        if group in _hosts or store is None:
+            return _hosts.get(group, group)
+        limit, number = group._get_backend(group._device_types[0]).options._timeout, _meetings[self._key]
+        if not _until(lambda: all(met >= number for met, *_ in self._last_calls(store)), limit.total_seconds()):
+            raise RuntimeError(f"some have not come within {limit}")
+        _hosts[group] = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{self._key}/{number}", store), self.rank, self.size, limit
+        )
+        return _hosts[group]
 
     @contextlib.contextmanager
     def _arriving(self, call: str, line: str):
