@@ -52,6 +52,19 @@ FAMILIES = {  # name -> (its configuration's changes, the plan)
     "Gemma3": ({"sliding_window": 4}, ATTENTION | MLP | NORMS),
     "Mixtral": ({"num_local_experts": 4, "experts_implementation": "eager"}, ATTENTION),
 }
+OTHERS = {
+    "Gemma3n": (  # a norm of values without a scale
+        {
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +77,8 @@ def make(family: str, **changes) -> torch.nn.Module:
     """A model of about unit gain everywhere, the same on every rank."""
     import transformers
 
-    kind = "Gemma3Text" if family == "Gemma3" else family
-    config = getattr(transformers, f"{kind}Config")(**SIZES | FAMILIES.get(family, ({},))[0] | changes)
+    kind = f"{family}Text" if family.startswith("Gemma3") else family
+    config = getattr(transformers, f"{kind}Config")(**SIZES | (FAMILIES | OTHERS).get(family, ({},))[0] | changes)
     return fill(getattr(transformers, f"{family}ForCausalLM")(config).eval())
 
 
@@ -133,7 +146,7 @@ def test_parallelize_trains_a_model_of_transformers_as_its_unsharded_twin(ctx, f
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3", "Gemma3n"])
 def test_parallelize_reads_a_models_own_plan(ctx, family):
     """ "auto": all parameters are DTensors, the embedding and the head are split by the vocabulary, tied or not."""
     model = make(family)
@@ -232,12 +245,24 @@ def test_parallelize_refuses_an_attention_that_views_features_by_the_number_of_a
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="0.self_attn', OPTAttention, takes .* num_heads=4, all heads, .* have 2"):
         parallelize(model, plan, ctx)
-    with pytest.raises(ValueError, match="num_heads=4, all heads"):  # as a layer of PEFT's wraps its base
+    with pytest.raises(ValueError, match="num_heads=4, all heads, .* set num_heads"):  # as PEFT's layer wraps its base
         check_heads(model, ["model.decoder.layers.0.self_attn.q_proj.base_layer"], ctx.size)
     for layer in model.model.decoder.layers:
         layer.self_attn.num_heads //= ctx.size
     parallelize(model, plan | {"*.fc1": "colwise", "*.fc2": "rowwise"}, ctx)
     assert_trains_like(ctx, model, twin)
+
+    class Biased(torch.nn.Module):  # T5's has a table of biases, one for each head, which no rank's heads alone fit
+        def __init__(self):
+            super().__init__()
+            self.q, self.o, self.bias = *(torch.nn.Linear(32, 32) for _ in "qo"), torch.nn.Embedding(9, 4)
+            self.n_heads, self.head_dim = 4, 8
+
+        def forward(self, x):
+            return self.o(self.q(x).view(len(x), self.n_heads, self.head_dim).flatten(1))
+
+    with pytest.raises(ValueError, match="n_heads=4, all heads, of which .* have 2; give"):
+        parallelize(torch.nn.ModuleDict({"attention": Biased()}), {"*.q": "colwise", "*.o": "rowwise"}, ctx)
 
 
 @pytest.mark.ranks(2)

@@ -73,11 +73,14 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
                 what = "heads"
             else:
                 continue
+            own = {each.rpartition(".")[2] for each in names}
+            others = [each for child, each in module.named_parameters() if child.split(".")[0] not in own]
+            per_head = what == "heads" and any(number in each.shape for each in others)  # as T5's relative biases
+            set_it = "" if per_head else f"set {name} to that on each such module before, or "
             raise ValueError(
                 f"parallelize: the forward of {path!r}, {type(module).__name__}, takes its features apart by "
-                f"{name}={number}, all {what}, of which a rank would have {number // ranks}; set {name} to that on "
-                f"each such module before, or give what it splits 'colwise_gather_output' and the projection behind it "
-                f"'rowwise_split_input'"
+                f"{name}={number}, all {what}, of which a rank would have {number // ranks}; {set_it}give what it "
+                f"splits 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
             )
 
 

@@ -151,6 +151,8 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
             continue
         for name in dict.fromkeys(hits):
             module = modules[name]
+            if optional and isinstance(each, Replicated) and next(module.parameters(), None) is None:
+                continue  # a norm without a scale, as Gemma3n's of values
             in_float8 = (
                 recipe and isinstance(word, str) and word in quantized and is_linear(module) and module is not head
             )
