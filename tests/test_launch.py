@@ -230,6 +230,32 @@ def test_launch_shows_what_a_rank_raised_while_it_imported_the_program(tmp_path)
     assert 'belongs under `if __name__ == "__main__":`' in guard and ran.stderr == ""
 
 
+STANDARD_FILES = """
+import os
+from pathlib import Path
+from tkernels.launch import launch
+
+def standard_files(ctx):
+    return [os.path.realpath(f"/proc/self/fd/{file}") for file in range(3)]
+
+if __name__ == "__main__":
+    try:
+        said = launch(standard_files, 2, timeout_s=150)
+    except Exception as error:
+        said = error
+    Path("said").write_text(str(said))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_launch_in_a_process_whose_standard_files_are_closed_gives_ranks_null(tmp_path, closed):
+    (tmp_path / "program.py").write_text(STANDARD_FILES)
+    root = str(Path(__file__).parent.parent)
+    command = f"exec {sys.executable} program.py >/dev/null 2>&1 {closed}"
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, timeout=600)
+    assert (tmp_path / "said").read_text() == str([["/dev/null"] * 3] * 2)
+
+
 @pytest.mark.parametrize(
     "arguments, options, error, said",
     [
