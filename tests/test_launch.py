@@ -570,7 +570,8 @@ def test_launch_of_ranks_that_share_gpus_has_torchs_collectives_through_the_host
 def test_ranks_whose_context_has_failed_serve_no_other_call(monkeypatch, spent):
     pool, killed = RankPool(2), []
     monkeypatch.setattr(pool, "_join", lambda: None)
-    monkeypatch.setattr(pool, "_ask", lambda call, timeout_s: [("first", False), ("second", spent)])
+    answers = [(pickle.dumps("first"), False), (pickle.dumps("second"), spent)]
+    monkeypatch.setattr(pool, "_ask", lambda call, timeout_s: answers)
     monkeypatch.setattr(pool, "kill", lambda: killed.append(pool))
     assert pool.run(who) == ["first", "second"]
     assert killed == [pool] * spent
