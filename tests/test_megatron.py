@@ -267,9 +267,9 @@ def test_get_gpt_layer_local_spec_and_convert_train_as_megatrons_own_layers(ctx)
 
         from tkernels.layers.doors import megatron as ours
 
-        for options in [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "tied": True}]:
+        for form in [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "tied": True}]:
             for bias in (False, True):
-                options = {"tensor_model_parallel_size": 2, "add_bias_linear": bias, **options}
+                options = {"tensor_model_parallel_size": 2, "add_bias_linear": bias, **form}
                 want = gpt(blocks(theirs.get_gpt_layer_local_spec()), ctx.rank, **options)
                 got = gpt(blocks(ours.get_gpt_layer_local_spec()), ctx.rank, **options)
                 assert type(got[2].decoder.layers[1].mlp.linear_fc2) is ours.RowParallelLinear
