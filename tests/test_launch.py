@@ -299,27 +299,11 @@ def test_launch_bounds_what_goes_through_the_pipes(monkeypatch):
         pool._ask(b"", 60)
 
 
-def test_launch_ends_ranks_that_are_stopped(monkeypatch):
-    monkeypatch.setattr(launch_module, "STACKS_TIMEOUT_S", 0.2)
-    with RankPool(1) as pool:
-        pool.run(who)
-        os.kill(pool.pids[0], signal.SIGSTOP)
-        with pytest.raises(RankTimeoutError, match=r"(?s)not taken its arguments after 0.5 s.*no answer: stop"):
-            pool.run(sum_over_ranks, torch.ones(1 << 24), 1, timeout_s=0.5)
-        assert pool.pids == []
-
-
-def test_a_pool_that_is_started_makes_its_ranks_ready_meanwhile():
+def test_a_pool_that_is_started_and_never_called_ends():
     with RankPool(2) as pool:
         pool.start()
         pids = pool.pids
-        assert len(set(pids)) == 2
-        pool.start()
-        assert [pid for *_, pid in pool.run(who)] == pids
-    assert_dead(pids)
-    with RankPool(2) as pool:
-        pool.start()
-        pids = pool.pids
+        assert len(pids) == 2
     assert_dead(pids)
 
 
@@ -335,16 +319,29 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("end", ["close", "kill"])
-def test_a_pool_ends_what_its_ranks_have_started(end):
-    pool = RankPool(1)
-    (pid,) = pool.run(start_manager)
-    assert not has_ended(pid)
-    getattr(pool, end)()
+def assert_ends(pid: int):
     limit = time.monotonic() + 300
     while not has_ended(pid) and time.monotonic() < limit:
         time.sleep(0.02)
     assert has_ended(pid)
+
+
+def test_a_pool_that_is_closed_ends_what_its_ranks_have_started():
+    with RankPool(1) as pool:
+        (pid,) = pool.run(start_manager)
+        assert not has_ended(pid)
+    assert_ends(pid)
+
+
+def test_launch_ends_ranks_that_are_stopped_and_what_they_have_started(monkeypatch):
+    monkeypatch.setattr(launch_module, "STACKS_TIMEOUT_S", 0.2)
+    with RankPool(1) as pool:
+        (pid,) = pool.run(start_manager)
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        with pytest.raises(RankTimeoutError, match=r"(?s)not taken its arguments after 0.5 s.*no answer: stop"):
+            pool.run(sum_over_ranks, torch.ones(1 << 24), 1, timeout_s=0.5)
+        assert pool.pids == []
+    assert_ends(pid)
 
 
 def without_output(ctx):
@@ -370,7 +367,11 @@ def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(
     assert "in raise_on_rank_1" in error.traceback_text and "/launch.py" not in error.traceback_text
     assert isinstance(error.__cause__, KeyError) and error.__cause__.args == ("lost",)
     assert_dead(pids)
-    assert not set(pids) & {pid for _, _, pid in pool.run(who)}
+    pool.start()  # which the next call would do, too
+    again = pool.pids
+    assert len({*pids, *again}) == 4
+    pool.start()
+    assert [pid for *_, pid in pool.run(who)] == again
 
 
 def test_of_several_failures_the_first_in_time_is_raised(pool, tmp_path):
