@@ -1,11 +1,11 @@
 """Channel: messages of any size in order, a credit for every slot, waits that end with a name, replays that count."""
 
-import ctypes
 import time
 
 import pytest
 import torch
 from transports import (
+    LateRank,
     every_transport,
     expire_after,
     gpu_only,
@@ -20,8 +20,6 @@ import tkernels
 from tkernels.comm import MismatchError, TkernelsError, WaitTimeoutError, interpreter
 from tkernels.comm.channel import Channel
 from tkernels.testing.compare import poison
-
-PATIENCE_S = {"right": 0.2, "wrong": 300.0}  # how long a rank waits for a mistake, which comes in the wrong form
 
 
 def ring(ctx, **options):
@@ -116,26 +114,6 @@ def test_random_delays_change_no_message(ctx, seed):
     channel.close()
 
 
-class LateReceiver:
-    """Rank 1 receives only once rank 0 has sent everything, or after PATIENCE_S, if rank 0 waits as it should."""
-
-    def __init__(self, ctx, form):
-        self.ctx, self.patience_s = ctx, PATIENCE_S[form]
-        self.cell = ctx.empty(1, dtype=torch.int64)
-        self.cell.zero_()
-        address = ctx.heap.segment.bases[1] + ctx.heap.offset(self.cell)
-        self.on_rank_1 = ctypes.c_int64.from_address(address)
-        ctx.group.barrier()
-
-    def wait(self):
-        limit = time.monotonic() + self.patience_s
-        while not self.on_rank_1.value and time.monotonic() < limit:
-            time.sleep(1e-3)
-
-    def all_is_sent(self):
-        self.on_rank_1.value = 1
-
-
 @simulated_only
 @pytest.mark.ranks(2)
 def test_a_sender_that_asks_for_no_credit_is_caught(ctx):
@@ -146,13 +124,9 @@ def test_a_sender_that_asks_for_no_credit_is_caught(ctx):
             channel = Channel(context, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256, copies=2)
             if form == "wrong":
                 channel.credit.wait = lambda stream: None
-            receiver = LateReceiver(context, form)
-            if ctx.rank == 0:
-                for number in range(5):
+            with LateRank(context, form):
+                for number in range(5 * (1 - ctx.rank)):
                     channel.send(message(ctx, 0, number, (200,)))
-                receiver.all_is_sent()
-            else:
-                receiver.wait()
             got = [channel.receive(torch.zeros(200, dtype=torch.uint8)) for _ in range(5 * ctx.rank)]
             wrong[form] = [n for n, tensor in enumerate(got) if not tensor.equal(message(ctx, 0, n, (200,)))]
     assert wrong == ({"right": [], "wrong": [0, 1, 2]} if ctx.rank == 1 else {"right": [], "wrong": []})

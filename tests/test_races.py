@@ -7,13 +7,12 @@ other one has gone ahead. They stay on the simulated runtime, where a wrong read
 
 import contextlib
 import ctypes
-import time
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import interleaved, poison_workspace, simulated_only
+from transports import LateRank, interleaved, poison_workspace, simulated_only
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul_reference
@@ -41,7 +40,6 @@ OP = operation("test_races")
 CHUNKS = collectives.CollectiveConfig(0, 0, 0)
 TWO_SHOTS = collectives.CollectiveConfig(0, 0, 0, hop_bytes=-1)
 TWO_TRIPS = collectives.CollectiveConfig(hop_bytes=-1, packet_hop_bytes=-1)  # between two ranks; of packets
-PATIENCE_S = {"right": 0.2, "wrong": 300.0}  # how long a rank waits for a mistake, which comes in the wrong form
 
 
 @contextlib.contextmanager
@@ -75,27 +73,6 @@ def failures(ctx, check, *arguments):
     except AssertionError:
         failed = True
     return sum(ctx.group.gather(failed))
-
-
-class LateRank:
-    """Rank 1 starts only once rank 0 has come out of its call, or after PATIENCE_S, if rank 0 waits as it should."""
-
-    def __init__(self, ctx, form):
-        self.ctx, self.patience_s = ctx, PATIENCE_S[form]
-        self.cell = ctx.empty(1, dtype=torch.int64)
-        self.cell.zero_()
-        address = ctx.heap.segment.bases[1] + ctx.heap.offset(self.cell)
-        self.on_rank_1 = ctypes.c_int64.from_address(address)
-        ctx.group.barrier()
-
-    def __enter__(self):
-        limit = time.monotonic() + self.patience_s
-        while self.ctx.rank == 1 and not self.on_rank_1.value and time.monotonic() < limit:
-            time.sleep(1e-3)
-
-    def __exit__(self, *exception):
-        if self.ctx.rank == 0:
-            self.on_rank_1.value = 1
 
 
 def shards(ctx, seed):

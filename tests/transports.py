@@ -1,6 +1,7 @@
 """What tests of several ranks share: contexts over each transport, who sends, poison, and what a block launches."""
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import time
@@ -94,6 +95,30 @@ def forget_choices(ctx):
     choice._choices.pop(ctx, None)
     choice._choices_without_context.cache_clear()
     choice.forget_calls(ctx)
+
+
+PATIENCE_S = {"right": 0.2, "wrong": 300.0}  # how long a rank waits for a mistake, which comes in the wrong form
+
+
+class LateRank:
+    """Rank 1 begins a block only once rank 0 has ended it, or after PATIENCE_S, if rank 0 waits as it should."""
+
+    def __init__(self, ctx, form):
+        self.ctx, self.patience_s = ctx, PATIENCE_S[form]
+        self.cell = ctx.empty(1, dtype=torch.int64)
+        self.cell.zero_()
+        address = ctx.heap.segment.bases[1] + ctx.heap.offset(self.cell)
+        self.on_rank_1 = ctypes.c_int64.from_address(address)
+        ctx.group.barrier()
+
+    def __enter__(self):
+        limit = time.monotonic() + self.patience_s
+        while self.ctx.rank == 1 and not self.on_rank_1.value and time.monotonic() < limit:
+            time.sleep(1e-3)
+
+    def __exit__(self, *exception):
+        if self.ctx.rank == 0:
+            self.on_rank_1.value = 1
 
 
 def poison_workspace(ctx):
