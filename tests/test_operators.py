@@ -76,34 +76,22 @@ def test_gradients_of_all_gather_matmul_are_the_unsharded_models(ctx, dtype, pat
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_path
-def test_gradients_of_matmul_reduce_scatter_are_the_unsharded_models(ctx, dtype, path):
+def test_gradients_of_matmul_reduce_scatter_and_matmul_all_reduce_are_the_unsharded_models(ctx, dtype, path):
     rows = split_rows(33, ctx.size)
     whole = Whole(ctx, dtype, rows)
     x64, w64, bias64 = leaves(whole.x_columns, whole.w_columns, whole.bias)
     (x64 @ w64.t() + bias64).backward(whole.dy.double())
-    x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
-    w, bias = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx), mine([whole.bias] * ctx.size, ctx)
-    y = tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, ctx=ctx, path=path)
-    y.backward(whole.dy.split(rows)[ctx.rank].to(ctx.device))
-    assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=N)
-    assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=sum(rows))
-    assert_close_to(bias.grad, bias64.grad, terms=sum(rows))
 
+    def check(operation, dy, **options):
+        x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
+        w, bias = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx), mine([whole.bias] * ctx.size, ctx)
+        operation(x, w, bias, ctx=ctx, path=path, **options).backward(dy.to(ctx.device))
+        assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=N)
+        assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=sum(rows))
+        assert_close_to(bias.grad, bias64.grad, terms=sum(rows))
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@every_path
-def test_gradients_of_matmul_all_reduce_are_the_unsharded_models(ctx, dtype, path):
-    rows = split_rows(33, ctx.size)
-    whole = Whole(ctx, dtype, rows)
-    x64, w64, bias64 = leaves(whole.x_columns, whole.w_columns, whole.bias)
-    (x64 @ w64.t() + bias64).backward(whole.dy.double())
-    x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
-    w, bias = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx), mine([whole.bias] * ctx.size, ctx)
-    tkernels.matmul_all_reduce(x, w, bias, ctx=ctx, path=path).backward(whole.dy.to(ctx.device))
-    assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=N)
-    assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=sum(rows))
-    assert_close_to(bias.grad, bias64.grad, terms=sum(rows))
+    check(tkernels.matmul_reduce_scatter, whole.dy.split(rows)[ctx.rank], rows=rows)
+    check(tkernels.matmul_all_reduce, whole.dy)
 
 
 @pytest.mark.ranks(2, 3)
