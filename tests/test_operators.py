@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from transports import every_path, launches, multiplied_by
+from transports import Operators, every_path, launches, multiplied_by
 
 import tkernels
 import tkernels.operators
@@ -411,19 +410,6 @@ def test_opcheck_passes_for_every_operator(ctx):
     assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkernels::")}
 
 
-class Log(TorchDispatchMode):
-    """The names of this library's operators that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "tkernels":
-            self.names.append(function.name().partition("::")[2])
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.ranks(2)
 def test_who_looks_sees_operators_and_gets_what_others_get(ctx):
     """A mode, a profiler and a subclass see what a plain call leaves out on its short way, forward and backward."""
@@ -440,7 +426,7 @@ def test_who_looks_sees_operators_and_gets_what_others_get(ctx):
         return [tensor.detach() for tensor in (y, gathered, z, total, x.grad, w.grad, second.grad)]
 
     plain = step()
-    with Log() as log:
+    with Operators(ours=True) as log:
         watched = step()
     assert {name: log.names.count(name) for name in log.names} == {
         "all_gather_matmul": 1, "matmul_reduce_scatter": 2, "matmul_reduce_scatter_backward": 1, "all_reduce": 1,

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from transports import every_path, launches
+from transports import Operators, every_path, launches
 
 import tkernels
 from tkernels.activations import activation_reference
@@ -24,19 +23,6 @@ def operands(ctx, rows, make=integers, dtype=torch.float32):
     biases = [make(n, dtype, at + 20 + i).to(ctx.device).requires_grad_() for i, n in enumerate(FEATURES)]
     dys = [make((sum(rows), n), dtype, at + 30 + i).to(ctx.device) for i, n in enumerate(FEATURES)]
     return xs, ws, [bias if given else None for bias, given in zip(biases, BIASED, strict=True)], dys
-
-
-class Log(TorchDispatchMode):
-    """The names of the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "tkernels":
-            self.names.append(function._schema.name.split("::")[1])
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.ranks(2, 3)
@@ -91,17 +77,17 @@ def test_all_gather_matmul_of_several_weights_gathers_once_and_reduces_once(ctx)
     rows = (5, 4)
     xs, ws, _, dys = operands(ctx, rows)
     x = xs[ctx.rank].to(ctx.device).requires_grad_()
-    with Log() as log:
+    with Operators(ours=True) as log:
         torch.autograd.backward(tkernels.all_gather_matmul(x, ws, rows=rows, ctx=ctx), dys)
     assert log.names == ["all_gather_matmuls", "all_gather", "matmul_reduce_scatter"]
-    with Log() as log:  # only what is wanted, of the products that are used
+    with Operators(ours=True) as log:  # only what is wanted, of the products that are used
         ys = tkernels.all_gather_matmul(x, [w.detach() for w in ws], None, None, True, rows=rows, ctx=ctx)[0]
         x.grad = None
         ys[1].backward(dys[1])
     assert log.names == ["all_gather_matmuls", "matmul_reduce_scatter"]
     dx = sum(ctx.group.gather((dys[1] @ ws[1].detach()).cpu())).split(rows)[ctx.rank]
     assert torch.equal(x.grad.cpu(), dx)
-    with Log() as log:
+    with Operators(ours=True) as log:
         ys = tkernels.all_gather_matmul(x.detach(), ws, None, None, True, rows=rows, ctx=ctx)[0]
         (ys[0].sum() + ys[2].sum()).backward()
     assert log.names == ["all_gather_matmuls"]

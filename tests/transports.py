@@ -329,14 +329,14 @@ def launches():
 
 
 class Operators(TorchDispatchMode):
-    """The torch operators that a block calls, but for views."""
+    """The names of the operators that a block calls, but for views; of this library's alone if `ours`."""
 
-    def __init__(self):
+    def __init__(self, ours=False):
         super().__init__()
-        self.names = []
+        self.names, self.ours = [], ours
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view:
+        if not function.is_view and (not self.ours or function.namespace == "tkernels"):
             self.names.append(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
 
