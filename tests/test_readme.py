@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transports import forget_choices
 
 import tkernels
+import tkernels.launch  # noqa: F401  (pytester drops modules that a run imports)
 import tkernels.layers
 from tkernels import cli
 from tkernels.variants import variants
@@ -228,7 +229,7 @@ def test_the_example_of_traces_runs(ctx, tmp_path):
 def test_the_example_of_a_test_passes(pytester):
     example = next(block for block in blocks("python") if "pytest.mark.ranks" in block)
     pytester.makepyfile("import pytest\nimport tkernels\nimport torch\n\n\n" + example)
-    pytester.runpytest_subprocess("-q").assert_outcomes(passed=2)
+    pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider").assert_outcomes(passed=2)
 
 
 def test_the_table_of_variables_names_each_that_is_read():
