@@ -609,13 +609,12 @@ def test_fully_shard_over_tensor_parallel_layers_places_and_trains_as_torchs(ctx
 
 
 @pytest.mark.ranks(4, timeout_s=240)
-@pytest.mark.parametrize("compiled", ["units", "top"])
-def test_fully_shard_over_tensor_parallel_layers_is_compiled(ctx, compiled):
+def test_fully_shard_over_tensor_parallel_layers_is_compiled(ctx):
     """Whole parameters that are DTensors lie within one buffer, where torch.compile has to take them for inputs."""
-    mesh, results = two_meshes(ctx, 2, 2), []
+    mesh, results = two_meshes(ctx, 2, 2), {}
     up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     plan = {"norm": SequenceParallel(), "up": up, "down": down}
-    for now in (None, compiled):
+    for compiled in (None, "units", "top"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Sequential(Parallel(), Parallel()).to(ctx.device)
@@ -623,7 +622,7 @@ def test_fully_shard_over_tensor_parallel_layers_is_compiled(ctx, compiled):
             parallelize_module(block, mesh["tp"], plan)
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        for module in {"units": model, "top": [model]}.get(now, ()):
+        for module in {"units": model, "top": [model]}.get(compiled, ()):
             module.compile(backend="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -631,10 +630,11 @@ def test_fully_shard_over_tensor_parallel_layers_is_compiled(ctx, compiled):
             x = normal((2, 4, FEATURES), torch.float32, 10 * step + ctx.rank).to(ctx.device)
             model(x).square().mean().backward()
             optimizer.step()
-        results.append([full(parameter.detach()) for parameter in model.parameters()])
+        results[compiled] = [full(parameter.detach()) for parameter in model.parameters()]
     torch._dynamo.reset()
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    for compiled in ("units", "top"):
+        for got, want in zip(results[compiled], results[None], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda said, of=compiled: f"{of}: {said}")
 
 
 # Beside torch's
