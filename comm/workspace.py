@@ -29,14 +29,16 @@ from typing import NamedTuple
 
 import torch
 
-from tkernels.comm import capture, contexts, stream_order
+from tkernels.comm import capture, contexts, runtime, stream_order
 from tkernels.comm.calls import PreparedCalls
 from tkernels.comm.errors import HeapExhaustedError, TkernelsError
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 # Room for small calls is reserved from the first call on, so that a capture after a large call finds it there.
 PACKET_BYTES = 256 << 10  # the most data that a rank sends a peer in a call as packets with their epoch
-PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
+# Words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads. The interpreter takes as
+# long for four times as many.
+PACKET_BLOCK = {"simulated": 4096, "nvshmem": 1024}[runtime.RUNTIME]
 LAMPORT_BYTES = 4 << 20  # the most data that a rank receives in a call, also from itself, as packets that are numbers
 MIN_CHUNKS = 64  # chunks of a rank's part: as many as the programs that share a part
 

@@ -29,7 +29,7 @@ from tkernels.comm import collectives, copies, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, Net, operation, put, quiet
 from tkernels.comm.errors import HeapExhaustedError
-from tkernels.comm.workspace import LAMPORT_BYTES, Workspace
+from tkernels.comm.workspace import LAMPORT_BYTES, PACKET_BLOCK, Workspace
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -138,7 +138,8 @@ def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_r
 @every_transport
 def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
     ctx = over(ctx, transport)
-    for num_elements in (70, 4096, 6144):  # not whole 16-byte vectors, and whole ones; several packets' blocks a part
+    # Not whole 16-byte vectors, and whole ones; several blocks of packets in a part.
+    for num_elements in (70, 4096, 6 * PACKET_BLOCK):
         for dtype, out_dtype in [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]:
             shards = gathered(integers, ctx, (num_elements,) * ctx.size, (), dtype, 5, low=-256, high=256)
             want = sum(shard.double() for shard in shards)
