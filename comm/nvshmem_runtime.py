@@ -36,10 +36,11 @@ class _Pool:
 
     def __init__(self):
         world = Group(None)
-        handle = Device(torch.cuda.current_device())  # NVSHMEM binds to it for the life of the process
+        self.gpu = torch.cuda.current_device()  # NVSHMEM binds to it for the life of the process
+        handle = Device(self.gpu)
         handle.set_current()
         unique_id = nvshmem.get_unique_id(empty=world.rank != 0)
-        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        gpu = str(torch.cuda.get_device_properties(self.gpu).uuid)
         unique_ids, sizes, gpus = zip(*world.gather((unique_id, POOL_BYTES, gpu)), strict=True)
         if len(set(sizes)) > 1:
             raise ValueError(
@@ -71,12 +72,23 @@ def check_sharing(gpus: Sequence[str]):
         )
 
 
+def check_gpu(bound: int):
+    """Raise ValueError in a thread on another GPU than `bound`, that of the process's symmetric memory."""
+    if (current := torch.cuda.current_device()) != bound:
+        raise ValueError(
+            f"init: this thread is on GPU {current}, and the process's symmetric memory on GPU {bound}; call "
+            f"torch.cuda.set_device({bound}) in the thread, as torch has new ones begin on GPU 0"
+        )
+
+
 def open_segment(group: Group, num_bytes: int) -> Segment:
     """Collective over the group; a process's first call is collective over the default process group (all ranks)."""
     global _pool
     if _pool is None:
         _pool = _Pool()
     pool = _pool
+    with group.checking():
+        check_gpu(pool.gpu)
     if group.global_ranks[-1] >= pool.world_size:
         raise TkernelsError(
             f"NVSHMEM was initialised with {pool.world_size} ranks and can't be initialised again in this process; "

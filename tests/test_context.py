@@ -78,6 +78,7 @@ def check_gather(context, value=0.0):
     """Collective. An operation over the context gives the ranks' own values in their order."""
     mine = torch.full((3, 5), value + context.rank, device=context.device)
     gathered = tkernels.all_gather(mine, ctx=context)
+    context.check()  # before what a wait that has ended early would leave is looked at
     assert gathered[::3, 0].tolist() == [value + rank for rank in range(context.size)]
 
 
@@ -657,7 +658,8 @@ def test_as_context_leaves_a_context_whose_process_group_was_destroyed(ctx):
 def test_as_context_makes_one_context_for_all_threads(ctx):
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     groups = [mesh[name].get_group() for name in ("tp", "dp", "tp", "dp")]
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+    on_this_gpu = functools.partial(torch.cuda.set_device, ctx.device) if ctx.device.type == "cuda" else None
+    with concurrent.futures.ThreadPoolExecutor(4, initializer=on_this_gpu) as threads:
         order = range(4) if ctx.rank in (0, 3) else range(3, -1, -1)  # ranks wait for each other in a circle
         found = {at: threads.submit(as_context, groups[at]) for at in order}
         tp, dp, tp_again, dp_again = (found[at].result() for at in range(4))

@@ -70,6 +70,14 @@ def test_check_versions_says_which_is_wrong(nvshmem_runtime, monkeypatch, host, 
 
 
 @pytest.mark.quick
+def test_check_gpu_tells_a_thread_that_is_on_another_one(nvshmem_runtime, monkeypatch):
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    nvshmem_runtime.check_gpu(1)
+    with pytest.raises(ValueError, match=r"this thread is on GPU 1, .* on GPU 3; call torch.cuda.set_device\(3\)"):
+        nvshmem_runtime.check_gpu(3)
+
+
+@pytest.mark.quick
 def test_candidates_name_the_nvshmem4py_of_torchs_cuda(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
