@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import pickle
 import warnings
 
 import pytest
@@ -111,6 +112,61 @@ def test_overlapped_ddp_is_compiled_without_warnings_or_recompiled_frames(ctx, m
         got, graphs = trained(compiled)
         assert graphs == 1 and all(map(torch.equal, got, want)), (compiled, graphs)
     torch._dynamo.reset()
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+def test_overlapped_ddp_with_shards_trains_in_a_compiled_step_after_one_without(ctx):
+    """What dynamo has compiled of the first one's backward isn't run for the second's."""
+
+    def trained(mode, compiled=False):
+        torch.manual_seed(0)
+        model = Stacked().to(ctx.device)
+        ddp = OverlappedDDP(model, mesh=ctx, bucket_size=100, **mode)
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+
+        def step(x):
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call = torch.compile(step, backend="aot_eager") if compiled else step
+        for number in range(2):
+            call(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + ctx.rank)).to(ctx.device))
+        ddp.remove()
+        return list(model.parameters())
+
+    want = trained(GATHERED_LATE)
+    trained(ALL_REDUCED, compiled=True)
+    got = trained(GATHERED_LATE, compiled=True)
+    torch._dynamo.reset()
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_keeps_the_gradient_of_what_is_frozen_between_backwards(ctx):
+    model = exact_model().to(ctx.device)
+    first, second = batch_of(ctx, 0, 0), batch_of(ctx, 1, 0)
+    frozen, *_ = model.parameters()
+    ddp = OverlappedDDP(model, mesh=ctx, average=False)
+    ddp(first).sum().backward()
+    want = frozen.grad.clone()
+    frozen.requires_grad_(False)
+    ddp(second).sum().backward()
+    assert torch.equal(frozen.grad, want) and want.any()
+    ddp.zero_grad()
+    ddp(second).sum().backward()
+    assert frozen.grad is None
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_can_not_be_copied_or_pickled_but_its_module_can(ctx):
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx)
+    for copied in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(TypeError, match=r"OverlappedDDP: .* can't be copied or pickled; copy or save its module"):
+            copied(ddp)
+    torch.optim.swa_utils.AveragedModel(ddp.module).update_parameters(ddp.module)
+    ddp.remove()
 
 
 @pytest.mark.ranks(2)

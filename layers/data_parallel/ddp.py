@@ -344,6 +344,12 @@ class OverlappedDDP(nn.Module):
         for values in self.values:
             disown(self.bucket_of, values)
 
+    def __getstate__(self):
+        raise TypeError(
+            "OverlappedDDP: it belongs to its rank, and can't be copied or pickled; copy or save its module, as by "
+            "AveragedModel(ddp.module), and wrap a copy that is to be trained"
+        )
+
     def _apply(self, function, recurse=True):
         for parameter in () if self.removed else self.bucket_of:
             self.check_place(parameter, function(parameter.detach()))
@@ -409,6 +415,7 @@ class OverlappedDDP(nn.Module):
 
     # Backward
 
+    @torch._disable_dynamo  # as of the end: what counts writes counts otherwise in a trace of a step
     def enter_backward(self, parameter: nn.Parameter | None = None):
         """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says.
 
@@ -466,6 +473,7 @@ class OverlappedDDP(nn.Module):
             parameter.grad = grad
         self._aside = {}
 
+    @torch._disable_dynamo
     def _end_backward(self):
         self._put_back()
         if self._state is not State.OPEN:

@@ -257,6 +257,12 @@ class ShardedModule(FSDPModule):
             f"and load_state_dict, or keep [p.detach().clone() for p in model.parameters()]"
         )
 
+    def __getstate__(self):
+        raise NotImplementedError(
+            f"fully_shard: {type(self).__name__} belongs to its rank, and can't be pickled; save its state_dict(), by "
+            f"torch.distributed.checkpoint or, whole, by get_model_state_dict with full_state_dict=True"
+        )
+
 
 def _not_here(name: str):
     def refuse(self, *args, **kwargs):

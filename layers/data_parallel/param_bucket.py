@@ -93,6 +93,7 @@ class ParamBucket:
         self._marks = {}  # of parameters in a shard: what `.grad` is, and torch's write count of that
         weakref.finalize(self, _take_off, self._marks).atexit = False
         self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
+        self._taken = set()  # of `owned`, those whose `.grad` was taken off, which they get back though frozen since
         if grad_dtype != first.dtype:
             self.cast = self._own.to(first.dtype)
             views = (self.cast,) if levels.sharded else self.layout.views(self.cast)
@@ -212,6 +213,7 @@ class ParamBucket:
             if not any(parameter.grad is known for known in (None, mark, self.given.get(parameter))):
                 with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
                     parameter.main_grad.add_(parameter.grad)
+        self._taken = {owned for owned in self.owned if owned.grad is not None}
         self.drop()
 
     def parts(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -247,7 +249,7 @@ class ParamBucket:
                     self.follow()
             self.grads.read(stream)
         for owned, given in self.given.items():
-            if owned.requires_grad:
+            if owned.requires_grad or owned in self._taken:
                 owned.grad = given
         for parameter in self.parameters if self.values is not None else ():
             self._mark(parameter)
