@@ -35,10 +35,21 @@ _log = logging.getLogger("tkernels")
 _meetings = collections.Counter()  # number of meetings so far, by `Group._key`
 _turns = weakref.WeakKeyDictionary()  # by process group: its meetings must not overlap
 _hosts = weakref.WeakKeyDictionary()  # by process group: gloo's of the same ranks, which meetings alone use
-atexit.register(_hosts.clear)  # their threads would abort the exit
 FRAME = 4096  # bytes of a meeting's first message, which is the only one if all ranks' values fit
 _parents = weakref.WeakSet()  # process groups of the rank that this process was forked from
 os.register_at_fork(after_in_child=lambda: _parents.update(dist.distributed_c10d._world.pg_map))
+
+
+@functools.cache
+def _gloo_device():
+    """Of all meetings, as each device has a thread that wakes a hundred times a second."""
+    gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    return gloo.create_device(interface=interface.split(",")[0]) if interface else gloo.create_default_device()
+
+
+# Their threads would abort the exit.
+atexit.register(_gloo_device.cache_clear)
+atexit.register(_hosts.clear)
 
 
 class _Arrival(NamedTuple):
@@ -210,9 +221,10 @@ class Group:
         limit, number = group._get_backend(group._device_types[0]).options._timeout, _meetings[self._key]
         if not _until(lambda: all(met >= number for met, *_ in self._last_calls(store)), limit.total_seconds()):
             raise RuntimeError(f"some have not come within {limit}")
-        _hosts[group] = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"{self._key}/{number}", store), self.rank, self.size, limit
-        )
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [_gloo_device()], 1, limit
+        store = dist.PrefixStore(f"{self._key}/{number}", store)
+        _hosts[group] = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         return _hosts[group]
 
     @contextlib.contextmanager
