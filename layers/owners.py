@@ -1,7 +1,7 @@
 """Owners of parameters: the objects whose hooks a parameter has, or whose memory it uses.
 
-A parameter may outlive its owners, and keeps none of them alive. One that no optimizer should have, as another is the
-model's in its place, says so, and whose that is.
+A parameter may outlive its owners, and keeps none of them alive. One in whose place another is trained says so, for
+optimizers that have it still.
 """
 
 import weakref
