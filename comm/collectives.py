@@ -61,7 +61,7 @@ OP_BARRIER = operation("barrier")
 BLOCK = 8192  # 2-byte elements that a program copies at a step; 12 programs of 8 warps then saturate NVLink
 MAX_CHUNK_BYTES = 256 << 10  # the most data behind one signal
 MIN_CHUNK_BYTES = 4 << 10
-MAX_PROGRAMS = MIN_CHUNKS // 2
+MAX_PROGRAMS = MIN_CHUNKS // 4
 ALONE_PROGRAMS = MIN_CHUNKS  # if nothing runs beside the collective
 MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums may have elements twice as large
 # Each copy has a fixed cost, a time in which programs move this many landed bytes to their destination. After the last
@@ -820,10 +820,10 @@ class _Parts:
         aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
         self.options = dict(
             # Wider elements, fewer of them: a step takes no more bytes, thus registers. Without alignment each element
-            # also needs an address and a mask, so a step takes a quarter as many.
-            BLOCK=BLOCK // max(self.itemsize // 2, out_itemsize // 2, 1) // (1 if aligned else 4),
+            # also needs an address and a mask, so twice the threads take a step of half as many.
+            BLOCK=BLOCK // max(self.itemsize // 2, out_itemsize // 2, 1) // (1 if aligned else 2),
             ALIGN=16 if aligned else min(self.itemsize, out_itemsize),
-            num_warps=8,
+            num_warps=8 if aligned else 16,
             # Without a limit, ptxas spills registers to stay below a count at which more programs share an SM.
             maxnreg=128,
         )

@@ -40,7 +40,7 @@ PACKET_BYTES = 256 << 10  # the most data that a rank sends a peer in a call as 
 # long for four times as many.
 PACKET_BLOCK = {"simulated": 4096, "nvshmem": 1024}[runtime.RUNTIME]
 LAMPORT_BYTES = 4 << 20  # the most data that a rank receives in a call, also from itself, as packets that are numbers
-MIN_CHUNKS = 64  # chunks of a rank's part: as many as the programs that share a part
+MIN_CHUNKS = 128  # chunks of a rank's part: as many as the programs that share a part
 
 _log = logging.getLogger("tkernels")
 

@@ -520,6 +520,8 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
 @pytest.mark.ranks(2)
 def test_launch_of_ranks_that_share_gpus_has_torchs_collectives_through_the_host(ctx, monkeypatch):
     """Of tensors on any device: where there are no GPUs, of the host's, taken for those of another."""
+    if dist.group.WORLD.bound_device_id is not None:
+        pytest.skip("ranks that have GPUs of their own have NCCL, and torch 2.11 wants its like in each new group")
     monkeypatch.setattr(shared_gpus, "HOST", "elsewhere")
     copied, on_host = [], shared_gpus._on_host
     monkeypatch.setattr(shared_gpus, "_on_host", lambda value, copies: copied.append(value) or on_host(value, copies))
