@@ -37,6 +37,22 @@ def grad_ready_hooks(param) -> "GradReadyHooks | None":
     return owner_of(param, GradReadyHooks)
 
 
+def called_last(param, handle) -> tuple:
+    """The handles that keep a hook, of register_post_accumulate_grad_hook, behind those that are registered after it.
+
+    Others' hooks are to see the gradient before it is taken, as under torch's DDP.
+    """
+    this, number = weakref.ref(param), handle.id
+
+    @torch._disable_dynamo
+    def move(_):  # before autograd adds a gradient
+        hooks = this()._post_accumulate_grad_hooks
+        if number in hooks and next(reversed(hooks)) != number:
+            hooks[number] = hooks.pop(number)
+
+    return handle, param.register_hook(move)
+
+
 class GradReadyHooks:
     """Adds each gradient to `param.main_grad`, and reports each bucket once per pass, when it is complete.
 
@@ -70,8 +86,11 @@ class GradReadyHooks:
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
         take, enter = weakly(self._take), weakly(self._enter_backward)
-        self._handles = [param.register_post_accumulate_grad_hook(take) for param in self._params]
-        self._takes = dict(zip(self._params, (handle.id for handle in self._handles), strict=True))
+        self._handles = [
+            handle
+            for param in self._params
+            for handle in called_last(param, param.register_post_accumulate_grad_hook(take))
+        ]
         if passes is not None:
             self._handles += [
                 param.register_hook(functools.partial(enter, weakref.ref(param))) for param in self._params
@@ -199,10 +218,6 @@ class GradReadyHooks:
     def _enter_backward(self, param: weakref.ref, _):
         if (passes := self._passes()) is not None:
             passes.enter_backward(param())
-        # A hook that somebody has registered since is to see the gradient before `_take` does, as under torch's DDP.
-        hooks, take = param()._post_accumulate_grad_hooks, self._takes[param()]
-        if take in hooks and next(reversed(hooks)) != take:
-            hooks[take] = hooks.pop(take)
 
     def _begin(self, written):
         if (passes := self._passes()) is not None:

@@ -68,7 +68,11 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLik
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, *, mesh: MeshLike = None
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    mesh: MeshLike = None,
+    pipeline: MeshLike = None,
 ) -> torch.Tensor:
     """Collective. torch.nn.utils.clip_grad_norm_ for a model with parallel layers: by the 2-norm of the whole model.
 
@@ -76,7 +80,9 @@ def clip_grad_norm_(
     replicated parameters would part.
 
     mesh: the ranks that layers are split over, as in `tkernels.comm.as_context`; by default those of the current
-        context. It does not span pipeline stages: each stage has its own norm, whose squares are yet to be summed.
+        context.
+    pipeline: the ranks that have the stages of a pipeline, each of which passes its own parameters. What several stages
+        have a copy of, as of a tied head, counts once if it is marked `shared = True` (Megatron's mark) on the others.
 
     Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`. OverlappedDDP's gradients are
     clipped in `main_grad` and `.grad`; with its shards, pass `owned_parameters()`: the norm is that of all shards.
@@ -88,6 +94,7 @@ def clip_grad_norm_(
     makes them. DTensors, as those of fully_shard, count with all their parts.
     """
     ctx = as_context(mesh, "clip_grad_norm_: mesh")
+    stages = None if pipeline is None else as_context(pipeline, "clip_grad_norm_: pipeline")
     _check_max_norm("clip_grad_norm_", max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
@@ -115,7 +122,8 @@ def clip_grad_norm_(
         total = sum_of_squares([norm for parameter, norm in norms.items() if counts(parameter, ctx)], ctx.device)
         for ddp in wrappers:
             total += ddp.squared_norm(shards.intersection(parameters), ctx)
-        norm = tkernels.all_reduce(total, ctx=ctx).sqrt().squeeze()
+        total = tkernels.all_reduce(total, ctx=ctx)
+        norm = (total if stages is None else tkernels.all_reduce(total, ctx=stages)).sqrt().squeeze()
         scale = clip_scale(norm, max_norm)
         for grad in map(gradient_of, parameters):
             grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it

@@ -14,6 +14,11 @@ def is_partial(parameter) -> bool:
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
+def is_copy(parameter) -> bool:
+    """Megatron's mark: another pipeline stage has this parameter too, and counts its gradient in a norm over both."""
+    return bool(getattr(parameter, "shared", False))
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that an optimizer uses: main_grad if there is one, as on OverlappedDDP's parameters, else grad."""
     main_grad = getattr(parameter, "main_grad", None)

@@ -309,6 +309,22 @@ def test_clip_grad_norm_is_that_of_the_whole_model(ctx):
     zero.remove()
 
 
+@pytest.mark.ranks(4)
+def test_clip_grad_norm_over_the_stages_of_a_pipeline_is_that_of_the_whole_model(ctx):
+    """2 stages x 2 tensor-parallel ranks; the second stage has a copy of the first one's norm."""
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("pp", "tp"))
+    stage, part = divmod(ctx.rank, 2)
+    split, whole, tied = (nn.Parameter(torch.zeros(shape, device=ctx.device)) for shape in ((3 + stage,), (2, 2), (5,)))
+    split.tensor_model_parallel, tied.shared = True, stage == 1
+    for parameter, value in ((split, 1.0 + ctx.rank), (whole, 5.0 + stage), (tied, 7.0)):
+        parameter.grad = torch.full_like(parameter, value)
+    want = (3 * (1 + 4) + 4 * (9 + 16) + 4 * (25 + 36) + 5 * 49) ** 0.5
+    norm = layers.clip_grad_norm_([split, whole, tied], want / 2, mesh=mesh["tp"], pipeline=mesh["pp"])
+    assert norm.item() == pytest.approx(want, rel=1e-6)
+    assert_close_to(split.grad, torch.full_like(split, (1.0 + ctx.rank) / 2).double(), terms=128)
+    assert_close_to(tied.grad, torch.full_like(tied, 3.5).double(), terms=128)
+
+
 @pytest.mark.ranks(2)
 def test_clip_grad_norm_under_torchs_fully_shard_needs_the_marks_that_it_drops(ctx):
     full = nn.Sequential(linear(8, 6, 41, values=integers), nn.ReLU(), linear(6, 4, 43, values=integers))

@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from streams import Simulator, subsets
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from transports import gpu_only, message_on_every_rank
 
@@ -237,6 +238,29 @@ def test_zero_optimizer_gradients_set_by_hand_count_before_backward_and_are_refu
     exact.backward("again")
     exact.step()
     exact.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_optimizer_hooks_of_users_see_a_ranks_own_gradient_and_may_change_it(ctx, stage):
+    exact, seen = Exact(ctx, SHAPES, bucket_bytes=SMALL, stage=stage), []
+
+    def hook(parameter):
+        seen.append(parameter.grad.clone())
+        parameter.grad.mul_(2.0)
+
+    handle = exact.parameters[4].register_post_accumulate_grad_hook(hook)  # behind the optimizer's
+    for step in range(2):
+        exact.backward(step)
+        assert torch.equal(seen.pop(), exact.gradient(4, ctx.rank, step)) and not seen
+        exact.whole[4].grad *= 2
+        exact.step()
+        exact.check()
+    handle.remove()
+    exact.backward("unwatched")
+    exact.step()
+    exact.check()
+    assert not seen
 
 
 @pytest.mark.ranks(2)
@@ -1247,6 +1271,26 @@ def test_zero_optimizer_tensor_parallel_ranks_clip_and_skip_alike(ctx):
         zero.step()
         assert zero.skipped and zero.loss_scale == 2.0**15 and torch.equal(shared, before)
         zero.remove()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["tkernels", "torch"])
+def test_zero_optimizer_stages_of_a_pipeline_clip_and_skip_alike(ctx, backend):
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("pp", "dp"))
+    own, tied = (nn.Parameter(torch.ones(shape, device=ctx.device)) for shape in (3 + ctx.rank, 5))
+    tied.shared = ctx.rank == 1
+    options = dict(mesh=mesh["dp"], pipeline=mesh["pp"], backend=backend, max_norm=0.5, loss_scale="dynamic")
+    zero = ZeroOptimizer([own, tied], torch.optim.SGD, lr=1.0, **options)
+    zero.scale((own * (3.0 + ctx.rank)).sum() + (tied * 5.0).sum()).backward()
+    zero.step()
+    norm = (3 * 9 + 4 * 16 + 5 * 25) ** 0.5
+    assert zero.grad_norm.item() == pytest.approx(norm, rel=1e-5)
+    torch.testing.assert_close(tied.detach(), torch.full_like(tied, 1 - 5 * 0.5 / norm))
+    before = own.detach().clone()
+    zero.scale((own * (math.inf if ctx.rank == 1 else 1.0)).sum() + tied.sum()).backward()
+    zero.step()
+    assert zero.skipped and zero.loss_scale == 2.0**15 and torch.equal(own, before)
+    zero.remove()
 
 
 class Sequence(nn.Module):

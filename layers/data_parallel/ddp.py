@@ -531,7 +531,8 @@ class OverlappedDDP(nn.Module):
         """
         device, split = self.buckets[0].grads.slot.tensor.device, any(map(is_split, self.bucket_of))
         parts = [part for bucket in self.buckets if bucket.owned[0] in shards for part in bucket.parts()]
-        total = squared_norm((grad for param, grad in parts if not split or counts(param, tensor_parallel)), device)
+        across = tensor_parallel if split else None  # which may be the ranks that shards are over
+        total = squared_norm((grad for param, grad in parts if counts(param, across)), device)
         if self.sharded:
             self.levels.inside.all_reduce(total)
         return total if split or tensor_parallel.rank == 0 else torch.zeros_like(total)

@@ -22,6 +22,7 @@ from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
 from tkernels.layers.data_parallel.wire import Wire, mean
+from tkernels.layers.grad_hooks import called_last
 
 
 def padded(parameter: torch.Tensor) -> int:
@@ -111,7 +112,7 @@ class FlatGroup:
 
         hook: a bound method.
         """
-        return [piece.watch(hook) for piece in self.parameters]
+        return [handle for piece in self.parameters for handle in called_last(piece.whole, piece.watch(hook))]
 
     def settle(self, hook) -> bool:
         """Raises LeaseError if parameters no longer lie in the gathered buffer."""

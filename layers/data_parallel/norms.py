@@ -1,4 +1,4 @@
-"""One gradient norm over data- and tensor-parallel ranks: what is split counts on every rank, replicas once."""
+"""One gradient norm over the ranks of all parallel dimensions: what is split counts on every rank, replicas once."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tkernels.comm.context import Context, MeshLike
-from tkernels.layers.marks import is_split
+from tkernels.layers.marks import is_copy, is_split
 
 
 def squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -43,7 +43,7 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 def counts(parameter, tensor_parallel: Context | None) -> bool:
     """Whether this rank adds the parameter's gradient to the norm over the tensor-parallel ranks."""
-    return tensor_parallel is None or tensor_parallel.rank == 0 or is_split(parameter)
+    return not is_copy(parameter) and (tensor_parallel is None or tensor_parallel.rank == 0 or is_split(parameter))
 
 
 def check_norm(caller: str, parameters, tensor_parallel: MeshLike):

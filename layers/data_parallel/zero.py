@@ -76,6 +76,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         steps are then those of the whole model. Without it max_norm and loss_scale are refused for such a model, and so
         are parameters marked sequence_parallel: their gradients come from a rank's rows alone, and `step` sums them
         over these ranks.
+    pipeline: the ranks that have the stages of a pipeline, each of which has an optimizer of its own parameters. The
+        norm and the skipping are then those of all stages. A parameter of several stages counts once if it is marked
+        `shared = True` (Megatron's mark) on the others.
 
     Learning-rate schedulers and whatever else takes a torch optimizer take this one. Its param_groups, state and
     defaults are those of the wrapped optimizer: change learning rates there. Their params are this rank's masters.
@@ -110,6 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         loss_scale: float | str | None = None,
         tensor_parallel: MeshLike = None,
+        pipeline: MeshLike = None,
         **options,
     ):
         self.ctx = as_context(mesh, "ZeroOptimizer: mesh")
@@ -125,6 +129,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 check_norm("ZeroOptimizer, with max_norm or loss_scale", meshes, tensor_parallel)
             if tensor_parallel is not None:
                 group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
+            if pipeline is not None:
+                group_of(pipeline, "ZeroOptimizer: pipeline")
         shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in meshes)
         layout = dict(partition=partition, bucket_bytes=bucket_bytes, parameters=shapes)
@@ -132,7 +138,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             stage=stage, overlap_comm=overlap_comm, overlap_gather=overlap_gather is not None, backend=backend,
             reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale, delay_wgrad_compute=deferred,
             optimizer_class=getattr(optimizer_class, "__name__", repr(optimizer_class)),
-            tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
+            tensor_parallel=tensor_parallel is not None, pipeline=pipeline is not None,
+            options=_plain(options), groups=[_plain(g) for g in groups],
             names=[*self._names.values()],  # of equal shapes and another order, rank 0's values would go to others
         )  # fmt: skip
         _check(self.ctx, asked, not_elementwise(optimizer_class))
@@ -153,6 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._layout = layout | dict(rank=self.ctx.rank, ranks=self.ctx.size)
 
         self._across = None if tensor_parallel is None else open_wire("ZeroOptimizer", backend, self._tensor_parallel)
+        self._stages = None if pipeline is None else open_wire("ZeroOptimizer", backend, as_context(pipeline))
 
         # By themselves, partial parameters have one layout on all tensor-parallel ranks, where split ones may differ in
         # size: what an owner sums over those ranks is the same part on each.
@@ -301,7 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _exchange(self) -> tuple[set, torch.Tensor]:
         """The parameters that some rank has used, and the norm of the mean of all gradients.
 
-        Takes one all-reduce per context, and one over `tensor_parallel`.
+        Takes one all-reduce per context, one over `tensor_parallel`, and one over `pipeline`.
         """
         norm, used = None, {parameter for parameter, piece in self._engine.piece_of.items() if piece.used}
         for ctx, wire in self._wires.items():
@@ -320,6 +328,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._across is not None and (partial or ctx is self.ctx):
                 self._across.all_reduce(values[: 1 + partial])  # the norm, and who has used what these ranks share
             if ctx is self.ctx:
+                if self._stages is not None:
+                    self._stages.all_reduce(values[:1])
                 norm = values[0].sqrt()
             if any(unused):
                 used |= {p for p, flag in zip(parameters, values[1:].tolist(), strict=True) if flag > 0}
