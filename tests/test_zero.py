@@ -41,6 +41,7 @@ from tkernels.layers.data_parallel.layout import ALIGN, in_buckets
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready
 from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
+from tkernels.layers.grad_hooks import called_last
 from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
 from tkernels.layers.tensor_parallel.mlp import ParallelMLP
 from tkernels.testing.compare import assert_close_to
@@ -996,7 +997,8 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
         for stream, tower in zip(streams, towers, strict=True):
             for parameter in tower.parameters():
                 parameter.register_hook(lambda grad, stream=stream: enter(stream, grad))
-                parameter.register_post_accumulate_grad_hook(lambda parameter: within.close())
+                handle = parameter.register_post_accumulate_grad_hook(lambda parameter: within.close())
+                called_last(parameter, handle)  # later than the optimizer's
         for step in range(steps):
             x, losses = torch.full((numel,), 0.5 + step), []
             for stream, tower in list(zip(streams, towers, strict=True))[:: -1 if reverse else 1]:
