@@ -435,6 +435,7 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
         program, os.environ["TKERNELS_RUNTIME"], options = pickle.loads(message)
         _import_program(program | {"name": f"{program['name']}-{rank}"})
         ctx = _join(rank, ranks, port, listener, pickle.loads(options))
+        gc.freeze()  # what has been imported stays, and the collector need not walk over it
 
     def run(call):
         result, spent = _call(ctx, *pickle.loads(call))
