@@ -23,6 +23,7 @@ from streams import Race, Simulator
 from transports import late, nccl
 
 import tkernels
+from tkernels import shared_gpus
 from tkernels.comm import TkernelsError, current_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import Group
@@ -806,7 +807,9 @@ def test_domains_are_blocks_of_neighbours_or_the_group_that_is_given(ctx):
         with mock.patch.object(registry, "_communicator", fails), pytest.raises(RuntimeError, match="boom"):
             te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
         assert set(dist.distributed_c10d._world.pg_map) == groups
-    te.initialize_ub([8, 8], 2, dtype=torch.float32, tp_group=mine, bootstrap_backend=dist.get_backend(mine))
+    backend = dist.get_backend(mine)
+    own = {} if backend == shared_gpus.BACKEND else {"bootstrap_backend": backend}
+    te.initialize_ub([8, 8], 2, dtype=torch.float32, tp_group=mine, **own)
     gathers(te.get_ub("qkv_fprop"), ctx)
     te.destroy_ub()
     for group in (mine, neighbours):
