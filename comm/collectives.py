@@ -506,7 +506,7 @@ class CollectiveCall(NamedTuple):
     A class has its name as `operation`, `shared`, and
     result: of x: every rank's rows, the result's shape and dtype, and the row of `out` at which x may begin, if x is in
         place. Raises ValueError or TypeError for what the collective does not take.
-    bind: the launch, a function of x and the result, or None if there is nothing to move.
+    bind: the launch, a function of x and the result.
     """
 
     rows: tuple[int, ...] | None = None  # row counts by rank, if they differ
@@ -530,8 +530,7 @@ class CollectiveCall(NamedTuple):
                 out = x.new_empty(shape, dtype=dtype)
             else:
                 check(x, out)
-            if launch is not None:
-                launch(x.contiguous(), out)
+            launch(x.contiguous(), out)
             return out
 
         return run
@@ -769,9 +768,20 @@ class Barrier(NamedTuple):
         return {"where": self.where} if self.where else {}
 
     def prepare(self, ctx: Context):
-        workspace = ctx.workspace().reserve(num_chunks=1)
-        kernel = barrier_kernel if self.waits else announce_kernel
-        return ctx.bind_call(kernel, 1, workspace, OP_BARRIER, num_warps=1)
+        return _bind_meeting(ctx, barrier_kernel if self.waits else announce_kernel)
+
+
+def bind_empty(ctx: Context):
+    """The launch, a function of any tensors, of a call that has no element to send.
+
+    A barrier, as another rank's call may have some, such as that of rows=None and a rank without rows: it is told.
+    """
+    meet = _bind_meeting(ctx, barrier_kernel)
+    return lambda *_: meet()
+
+
+def _bind_meeting(ctx: Context, kernel):
+    return ctx.bind_call(kernel, 1, ctx.workspace().reserve(num_chunks=1), OP_BARRIER, num_warps=1)
 
 
 def _bind_all(ctx: Context, pieces: list[Piece], bind, cut):
@@ -790,7 +800,7 @@ def _bind_all(ctx: Context, pieces: list[Piece], bind, cut):
 class _Parts:
     """Divides a call's parts into chunks or packets and among programs, and makes the launches that move them.
 
-    A launch is a function of x and out, or None if there is nothing to move.
+    A launch is a function of x and out.
     parts: elements of each rank's part. dtypes: the dtypes that x and out are moved as. out: None for a new tensor.
     starts: as in `part_table`. whole: every part is the whole of x; then `parts` has the same size for each rank.
     """
@@ -909,11 +919,11 @@ class _Parts:
         return sends
 
     def packets(self, operation, reduce: bool, gather: bool = False):
-        """The launch of `reduce`, or of `gather` without `reduce`, by packets. None if all parts are empty."""
+        """The launch of `reduce`, or of `gather` without `reduce`, by packets."""
         ctx, block = self.ctx, PACKET_BLOCK * 4 // self.itemsize
         blocks = -(-self.max_part // block)
         if blocks == 0:
-            return None
+            return bind_empty(ctx)
         words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, in all trips
         name = "lamport" if reduce else "packets"
         workspace = ctx.workspace().reserve(**{f"num_{name}": ctx.size * blocks * words})

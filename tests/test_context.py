@@ -378,6 +378,13 @@ def mismatches():
         "rows": (lambda own: tkernels.all_gather(ones(own, (4, 6)[own.rank], 8), ctx=own), rows),
         "rows of a product": (
             lambda own: tkernels.all_gather_matmul(ones(own, (4, 6)[own.rank], 8), ones(own, 5, 8), ctx=own), rows),
+        "rows, of which a rank has none": (
+            lambda own: tkernels.all_gather(ones(own, 1 - own.rank, 8), ctx=own), r"\(1, 1\) on rank 0, \(0, 0\) on"),
+        "rows of a product, of which a rank has none": (
+            lambda own: tkernels.matmul_reduce_scatter(ones(own, (2, 0)[own.rank], 8), ones(own, 5, 8), ctx=own),
+            r"matmul_reduce_scatter: the ranks' calls differ, in M: 2 on rank 0, 0 on rank 1"),
+        "shape, of which a rank has nothing": (
+            lambda own: reduce(own, 40 * own.rank), r"in shape: \(0,\) on rank 0, \(40,\)"),
         "bias": (lambda own: product(own, bias=own.rank == 0), r"in bias: True on rank 0, False on rank 1"),
         "activation": (lambda own: product(own, activation=("relu", "gelu")[own.rank]), activation),
         "activation of a plain product": (

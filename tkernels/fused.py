@@ -12,6 +12,7 @@ import torch
 
 from tkernels.choice import overlap_config
 from tkernels.comm.arguments import check_type
+from tkernels.comm.collectives import bind_empty
 from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, with_room_for
@@ -80,8 +81,16 @@ class FusedCall(NamedTuple):
         carry_out = call.without_sending(ctx, x, w, bias, *results)
         if carry_out is None:
             how = call.plain if path == "plain" else call.staged if self.stages_rows(x) else call.fused
-            carry_out = how(ctx, x, w, bias, *results)
-        return carry_out
+            return how(ctx, x, w, bias, *results)
+        if ctx.size == 1 or 0 not in call.sent_shape(x, w):
+            return carry_out
+        meet = bind_empty(ctx)
+
+        def run(*tensors):
+            meet()
+            return carry_out(*tensors)
+
+        return run
 
     def arriving(self) -> int | None:
         """Bytes in which an element of the matrix that is sent arrives, as `choose_path` has it."""
