@@ -848,8 +848,8 @@ class _Parts:
         inbox, copies = Inbox.of(ctx, copied, self.num_chunks, self.total, 1, self.x.dtype), None
         options = self.options
         if copied:
-            if options["ALIGN"] == 16:  # programs only copy: a larger step keeps twice the bytes on their way
-                options = options | {"BLOCK": 2 * options["BLOCK"]}
+            # Programs only copy: a larger step keeps twice the bytes on their way.
+            options = options | {"BLOCK": 2 * options["BLOCK"]}
             own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
             copies = [
                 Send((ctx.rank + step) % ctx.size, "x", start * self.itemsize, (first + start) * self.itemsize,
