@@ -84,7 +84,7 @@ class CollectiveConfig:
     lamport_bytes, scatter_bytes: an all-reduce sends packets if a rank receives at most lamport_bytes from all ranks,
         over both trips if there are two. A reduce-scatter must meet both limits. lamport_bytes None: the room that the
         context reserves from its first call on, so that a capture after large calls needs no more. Reduce-scatters
-        have half the programs of an all-reduce, so packets pay for fewer bytes.
+        have a quarter of the programs of an all-reduce, so packets pay for fewer bytes.
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot if that sends at most this many bytes more than two shots,
         in chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
         among 4. As packets they need only another trip, and are never slower than one shot in chunks (4 H200s).
