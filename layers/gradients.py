@@ -12,9 +12,9 @@ from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.engine import Unit
-from tkernels.layers.data_parallel.norms import clip_scale, counts, norms_of, sum_of_squares
+from tkernels.layers.data_parallel.norms import check_apart, clip_scale, counts, in_common, norms_of, sum_of_squares
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
-from tkernels.layers.marks import gradient_of, is_partial
+from tkernels.layers.marks import gradient_of, is_partial, is_split
 from tkernels.layers.owners import owner_of
 
 
@@ -80,7 +80,7 @@ def clip_grad_norm_(
     replicated parameters would part.
 
     mesh: the ranks that layers are split over, as in `tkernels.comm.as_context`; by default those of the current
-        context.
+        context, or no ranks if other stages of the pipeline are among them.
     pipeline: the ranks that have the stages of a pipeline, each of which passes its own parameters. What several stages
         have a copy of, as of a tied head, counts once if it is marked `shared = True` (Megatron's mark) on the others.
 
@@ -90,22 +90,34 @@ def clip_grad_norm_(
     Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
     has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
     part of the gradients of (ZeroOptimizer clips by its `max_norm`), if parameters of an OverlappedDDP are split, but
-    mesh has data-parallel ranks of it, and for DTensors that have lost the mark of split parameters, as torch's FSDP2
-    makes them. DTensors, as those of fully_shard, count with all their parts.
+    mesh has data-parallel ranks of it, if mesh has other stages of the pipeline, and for DTensors that have lost the
+    mark of split parameters, as torch's FSDP2 makes them. DTensors, as of fully_shard, count with all their parts.
     """
     ctx = as_context(mesh, "clip_grad_norm_: mesh")
     stages = None if pipeline is None else as_context(pipeline, "clip_grad_norm_: pipeline")
+    device = ctx.device
+    if stages is not None:
+        if mesh is not None:
+            check_apart("clip_grad_norm_", stages.group, "mesh", ctx.group, "the ranks that layers are split over")
+        elif in_common(ctx.group, stages.group):  # other stages have other parameters, not copies or parts of these
+            ctx = None
     _check_max_norm("clip_grad_norm_", max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
         check_dense("clip_grad_norm_", parameter=parameter)
         if (grad := gradient_of(parameter)) is not None:
             check_dense("clip_grad_norm_", gradient=grad)
-            _check_place("clip_grad_norm_", f"the parameter of {tuple(parameter.shape)}", grad, ctx.device)
+            _check_place("clip_grad_norm_", f"the parameter of {tuple(parameter.shape)}", grad, device)
     wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
     shards = {shard for ddp in wrappers for shard in ddp.shards}
+    if ctx is None and any(map(is_split, parameters)):
+        raise ValueError(
+            "clip_grad_norm_: some parameters are split over tensor-parallel ranks (tensor_model_parallel), but the "
+            "current context has stages of pipeline=; pass mesh=, the ranks that layers are split over"
+        )
     for parameter in parameters:
-        _check_mark(parameter, ctx)
+        if ctx is not None:
+            _check_mark(parameter, ctx)
         owner = owner_of(parameter, (ZeroOptimizer, OverlappedDDP))
         if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
             ours = isinstance(owner, ZeroOptimizer)
@@ -114,16 +126,18 @@ def clip_grad_norm_(
                 f"gradients alone; pass {'max_norm= and tensor_parallel= to it' if ours else 'its owned_parameters()'}"
             )
     for ddp in wrappers:
-        ddp.check_tensor_parallel("clip_grad_norm_", ctx)
+        if ctx is not None:
+            ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):
         parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
         whole = [parameter for parameter in parameters if parameter not in shards]
         norms = dict(zip(whole, norms_of(map(gradient_of, whole)), strict=True))
-        total = sum_of_squares([norm for parameter, norm in norms.items() if counts(parameter, ctx)], ctx.device)
+        total = sum_of_squares([norm for parameter, norm in norms.items() if counts(parameter, ctx)], device)
         for ddp in wrappers:
             total += ddp.squared_norm(shards.intersection(parameters), ctx)
-        total = tkernels.all_reduce(total, ctx=ctx)
-        norm = (total if stages is None else tkernels.all_reduce(total, ctx=stages)).sqrt().squeeze()
+        for each in filter(None, (ctx, stages)):
+            total = tkernels.all_reduce(total, ctx=each)
+        norm = total.sqrt().squeeze()
         scale = clip_scale(norm, max_norm)
         for grad in map(gradient_of, parameters):
             grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it

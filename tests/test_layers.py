@@ -326,6 +326,23 @@ def test_clip_grad_norm_over_the_stages_of_a_pipeline_is_that_of_the_whole_model
 
 
 @pytest.mark.ranks(2)
+def test_clip_grad_norm_without_mesh_counts_all_stages_of_the_current_contexts_ranks(ctx):
+    """Each rank has a stage; the current context, over the same ranks, is not taken for one of copies of parameters."""
+    pipeline = init_device_mesh(ctx.device.type, (2,), mesh_dim_names=("pp",))["pp"]
+    own = nn.Parameter(torch.zeros(4 + ctx.rank, device=ctx.device))
+    own.grad = torch.full_like(own, 2.0 + ctx.rank)
+    want = (4 * 4 + 5 * 9) ** 0.5
+    norm = layers.clip_grad_norm_(own, want / 2, pipeline=pipeline)
+    assert norm.item() == pytest.approx(want, rel=1e-6)
+    assert_close_to(own.grad, torch.full_like(own, 1.0 + ctx.rank / 2).double(), terms=128)
+    with pytest.raises(ValueError, match=r"mesh has ranks \[0, 1\], of which .* have other stages of pipeline="):
+        layers.clip_grad_norm_(own, 1.0, mesh=ctx, pipeline=pipeline)
+    own.tensor_model_parallel = True
+    with pytest.raises(ValueError, match="split over tensor-parallel ranks .* pass mesh="):
+        layers.clip_grad_norm_(own, 1.0, pipeline=pipeline)
+
+
+@pytest.mark.ranks(2)
 def test_clip_grad_norm_under_torchs_fully_shard_needs_the_marks_that_it_drops(ctx):
     full = nn.Sequential(linear(8, 6, 41, values=integers), nn.ReLU(), linear(6, 4, 43, values=integers))
     model = layers.parallelize(copy.deepcopy(full).to(ctx.device), {"0": "column", "2": "row"}, ctx)

@@ -1295,6 +1295,16 @@ def test_zero_optimizer_stages_of_a_pipeline_clip_and_skip_alike(ctx, backend):
     zero.remove()
 
 
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_stages_of_a_pipeline_as_ranks_with_the_same_parameters(ctx):
+    """Of equal shapes ones, whose values and gradients would be mixed: without mesh, of the current context."""
+    own = nn.Parameter(torch.full((3,), 1.0 + ctx.rank, device=ctx.device))
+    pipeline = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("pp", "dp"))["pp"]
+    with pytest.raises(ValueError, match=r"mesh has ranks \[0, 1\], of which .* have other stages of pipeline="):
+        ZeroOptimizer([own], torch.optim.SGD, lr=1.0, max_norm=1.0, pipeline=pipeline)
+    assert own.tolist() == [1.0 + ctx.rank] * 3
+
+
 class Sequence(nn.Module):
     """A residual block between norms, plain or over `tp`: rows outside of its parallel layers, features inside.
 

@@ -45,7 +45,7 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
-from tkernels.layers.data_parallel.norms import counts, squared_norm
+from tkernels.layers.data_parallel.norms import counts, in_common, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
 from tkernels.layers.data_parallel.wire import Wire, open_wire, stream_beside
@@ -515,16 +515,16 @@ class OverlappedDDP(nn.Module):
     def check_tensor_parallel(self, caller: str, ctx: Context):
         """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too."""
         group, ours = ctx.group, self.levels.whole.group
-        common = {*group.global_ranks} & {*ours.global_ranks} - {group.global_ranks[group.rank]}
+        common = in_common(group, ours)
         if common and any(map(is_split, self.bucket_of)):
             raise ValueError(
                 f"{caller}: some parameters are split over tensor-parallel ranks, but of the ranks of mesh, "
-                f"{sorted(common)} are data-parallel ranks of an OverlappedDDP, with the same parts; pass mesh=, the "
+                f"{common} are data-parallel ranks of an OverlappedDDP, with the same parts; pass mesh=, the "
                 f"ranks that layers are split over"
             )
 
-    def squared_norm(self, shards: set[nn.Parameter], tensor_parallel: Context) -> torch.Tensor:
-        """Collective. What this rank adds to the squared 2-norm over the tensor-parallel ranks, fp32 [1].
+    def squared_norm(self, shards: set[nn.Parameter], tensor_parallel: Context | None) -> torch.Tensor:
+        """Collective. What this rank adds to the squared 2-norm over the tensor-parallel ranks, if any, fp32 [1].
 
         That is the sum over the data-parallel ranks of the gradients of their shards, with 0 for shards that are not
         among `shards`. It counts replicated parameters on the first tensor-parallel rank alone.
@@ -535,7 +535,7 @@ class OverlappedDDP(nn.Module):
         total = squared_norm((grad for param, grad in parts if counts(param, across)), device)
         if self.sharded:
             self.levels.inside.all_reduce(total)
-        return total if split or tensor_parallel.rank == 0 else torch.zeros_like(total)
+        return total if split or tensor_parallel is None or tensor_parallel.rank == 0 else torch.zeros_like(total)
 
     # What is refused
 

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tkernels.comm.context import Context, MeshLike
+from tkernels.comm.group import Group
 from tkernels.layers.marks import is_copy, is_split
 
 
@@ -53,4 +54,21 @@ def check_norm(caller: str, parameters, tensor_parallel: MeshLike):
             f"{caller}: some parameters are split over tensor-parallel ranks (tensor_model_parallel), so that each of "
             f"these would have a norm of its own, and what they have in common would part; pass tensor_parallel=, "
             f"these ranks"
+        )
+
+
+def in_common(group: Group, other: Group) -> list[int]:
+    """The global ranks, beside this one, that are in both."""
+    return sorted({*group.global_ranks} & {*other.global_ranks} - {group.global_ranks[group.rank]})
+
+
+def check_apart(caller: str, pipeline: Group, name: str, group: Group, ranks: str):
+    """Raises ValueError if other ranks of the pipeline, which have other parameters, are in `group`, too.
+
+    name: of the argument that `group` is. ranks: which it is to name.
+    """
+    if common := in_common(group, pipeline):
+        raise ValueError(
+            f"{caller}: {name} has ranks {sorted(group.global_ranks)}, of which {common} have other stages of "
+            f"pipeline= and so other parameters; pass {name}=, {ranks}"
         )

@@ -27,7 +27,7 @@ from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
 from tkernels.layers.data_parallel.layout import ALIGN, in_buckets, not_elementwise
-from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
+from tkernels.layers.data_parallel.norms import check_apart, check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import open_wire
@@ -78,7 +78,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         over these ranks.
     pipeline: the ranks that have the stages of a pipeline, each of which has an optimizer of its own parameters. The
         norm and the skipping are then those of all stages. A parameter of several stages counts once if it is marked
-        `shared = True` (Megatron's mark) on the others.
+        `shared = True` (Megatron's mark) on the others. `mesh` is then the ranks that have the same stage.
 
     Learning-rate schedulers and whatever else takes a torch optimizer take this one. Its param_groups, state and
     defaults are those of the wrapped optimizer: change learning rates there. Their params are this rank's masters.
@@ -127,10 +127,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
             if max_norm is not None or loss_scale is not None:
                 check_norm("ZeroOptimizer, with max_norm or loss_scale", meshes, tensor_parallel)
-            if tensor_parallel is not None:
-                group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
+            across = None if tensor_parallel is None else group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
             if pipeline is not None:
-                group_of(pipeline, "ZeroOptimizer: pipeline")
+                stages = group_of(pipeline, "ZeroOptimizer: pipeline")
+                ranks = "the ranks that have the same stage, which may be a process group of this rank alone"
+                check_apart("ZeroOptimizer", stages, "mesh", self.ctx.group, ranks)
+                if across is not None:
+                    check_apart("ZeroOptimizer", stages, "tensor_parallel", across, "the ranks that split this stage")
         shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in meshes)
         layout = dict(partition=partition, bucket_bytes=bucket_bytes, parameters=shapes)
