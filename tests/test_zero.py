@@ -30,7 +30,14 @@ from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
 from tkernels.comm.fence import Fence
 from tkernels.comm.group import Group
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_state_dict
+from tkernels.layers import (
+    ColumnParallelLinear,
+    ColwiseParallel,
+    RowParallelLinear,
+    RowwiseParallel,
+    gather_state_dict,
+    parallelize_module,
+)
 from tkernels.layers import userbuffers as te
 from tkernels.layers.data_parallel import engine
 from tkernels.layers.data_parallel import zero as zero_optimizer
@@ -888,6 +895,16 @@ def _spoilt(state, change):
     state = copy.deepcopy(state)
     change(state)
     return state
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["tkernels", "torch"])
+def test_zero_optimizer_refuses_dtensors_by_name(ctx, backend):
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    with pytest.raises(TypeError, match="ZeroOptimizer: 0.weight is a DTensor, .* use fully_shard"):
+        ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, mesh=mesh["dp"], backend=backend)
 
 
 @pytest.mark.ranks(2)

@@ -35,7 +35,6 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -655,8 +654,6 @@ def _check_parameters(params: dict[str, nn.Parameter], wire: Wire, grad_dtype: t
     first, device = next((name, param.device) for name, param in params.items())
     for name, param in params.items():
         check_free(f"OverlappedDDP: {name}", param, OverlappedDDP, GradReadyHooks, Values)
-        if isinstance(param, DTensor):
-            raise TypeError(f"OverlappedDDP: {name} is a DTensor, whose parts it can't tell; use fully_shard for these")
         if param.device != device:
             raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
         wire.check(f"OverlappedDDP: {name}", param, grad_dtype or param.dtype)

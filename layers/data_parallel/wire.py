@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import tkernels
 from tkernels.comm import runtime, stream_order
@@ -80,6 +81,8 @@ class Wire:
 
         what: the caller and the parameter, for the error.
         """
+        if isinstance(parameter, DTensor):
+            raise TypeError(f"{what} is a DTensor, whose parts it can't tell; use fully_shard for these")
         if parameter.is_meta:
             raise ValueError(f"{what} is on meta, without values; move the model before, by to_empty() and its init")
         if not (parameter.is_floating_point() and dtype.is_floating_point):
