@@ -1161,6 +1161,27 @@ def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["alone", "tensor-parallel"])
+def test_fully_shard_of_several_strategies_lets_grad_scaler_skip_on_all_ranks(ctx, sizes):
+    """What one rank has an infinite part of is not split over the dimension that the first gradient is split over."""
+    mesh = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).to(ctx.device)
+    replicated, other = (model[0], model[1]) if sizes[0] == 2 else (model[1], model[0])
+    if replicated is model[1]:
+        tkernels.layers.parallelize_module(model, mesh["tp"], {"1": tkernels.layers.ColwiseParallel()})
+    fully_shard(replicated, mesh=mesh["dp"], strategy="replicate")
+    fully_shard(other, mesh=mesh["dp"])
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), torch.amp.GradScaler(ctx.device.type, init_scale=4.0)
+    scaler.scale(model[1](model[0](torch.ones(2, 4, device=ctx.device))).sum()).backward()
+    model[1].weight.grad.to_local().fill_(float("inf") if ctx.rank else 1.0)
+    kept = {name: full(parameter).clone() for name, parameter in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(full(parameter), kept[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["parameters", "replicate"])
 def test_fully_shard_calls_hooks_with_the_mean_so_that_an_optimizer_steps_in_backward(ctx, strategy):
     """To the bits of one that steps after it; units are reduced in backward, the root at its end."""

@@ -845,6 +845,25 @@ class Doubled(nn.Linear):
 
 
 @pytest.mark.ranks(2)
+def test_parallelize_module_lets_grad_scaler_take_what_is_in_no_plan(ctx):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).to(ctx.device)
+    parallelize_module(model, tp_mesh(ctx), {"1": ColwiseParallel(output_layouts=Replicate())})
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, foreach=False)
+    scaler = torch.amp.GradScaler(ctx.device.type, init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 4, device=ctx.device)).sum()).backward()
+    model[0].bias.grad.fill_(4.0)
+    kept = model[0].bias.detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(kept - model[0].bias, torch.ones_like(kept))
+    scaler.update()
+    scaler.scale(model(torch.ones(2, 4, device=ctx.device)).sum()).backward()
+    model[1].weight.grad.to_local().fill_(float("inf") if ctx.rank else 1.0)
+    kept = model[0].bias.detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(kept, model[0].bias), "a rank stepped with another's infinite gradient"
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("linear", [nn.Linear, Doubled], ids=["ours", "torchs"])
 def test_parallelize_module_tells_an_optimizer_that_was_made_before_it(ctx, linear):
     model = nn.Sequential(linear(4, 4), nn.LayerNorm(4)).to(ctx.device)

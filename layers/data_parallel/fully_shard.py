@@ -33,6 +33,7 @@ from tkernels.layers.data_parallel.param_group import DataParallelRanks, Paramet
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
+from tkernels.layers.tensor_parallel.dtensors import let_grad_scaler_see_all_ranks
 
 _SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
 
@@ -147,6 +148,7 @@ def fully_shard(
         each.__class__ = _sharded_class(type(each))
         vars(each).setdefault(STATE_KEY, {})[fsdp.fully_shard.__wrapped__] = _PipelinesState(unit)
     unit.settle()
+    let_grad_scaler_see_all_ranks()
     return module
 
 

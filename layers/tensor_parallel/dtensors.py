@@ -5,7 +5,7 @@ import copy
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tkernels.comm import Context, MeshLike, as_context
 from tkernels.comm.context import group_of
@@ -83,18 +83,26 @@ def as_dtensor(part: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape
 def let_grad_scaler_see_all_ranks():
     """Let torch.amp.GradScaler skip a step on all ranks where a gradient of one has overflowed.
 
-    torch (2.13) shares what it finds over the mesh dimensions that the first gradient is split over, and whose norm
-    comes first in a model would have a rank step alone. The gradient that is split most goes first.
+    torch (2.13) shares what it finds over the mesh dimensions that the first gradient is split over, and a rank whose
+    part of another has overflowed would skip alone. It takes no plain gradients beside DTensors, either.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     torchs = handlers.get(unscale)
-    if torchs is None or getattr(torchs, "sorts", False):
+    if torchs is None or getattr(torchs, "sees_all", False):
         return
 
-    def sorting(op_call, args, kwargs):
-        grads = sorted(args[0], key=lambda grad: sum(placement.is_replicate() for placement in grad.placements))
-        return torchs(op_call, (grads, *args[1:]), kwargs)
+    def seeing_all(op_call, args, kwargs):
+        grads, found, *others = args
+        op_call([getattr(grad, "_local_tensor", grad) for grad in grads], found, *others, **kwargs)
+        split = {}  # by mesh, for each of its dimensions whether a gradient differs along it
+        for grad in grads:
+            if isinstance(grad, DTensor):
+                differs = split.setdefault(grad.device_mesh, [False] * grad.device_mesh.ndim)
+                differs[:] = (was or not now.is_replicate() for was, now in zip(differs, grad.placements, strict=True))
+        for mesh, dims in split.items():
+            placements = [Partial("max") if differs else Replicate() for differs in dims]
+            found.copy_(DTensor.from_local(found, mesh, placements, run_check=False).full_tensor())
 
-    sorting.sorts = True
-    handlers[unscale] = sorting
+    seeing_all.sees_all = True
+    handlers[unscale] = seeing_all
