@@ -12,7 +12,7 @@ from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.engine import Unit
-from tkernels.layers.data_parallel.norms import check_apart, clip_scale, counts, in_common, norms_of, sum_of_squares
+from tkernels.layers.data_parallel.norms import check_stage, clip_scale, counts, in_common, norms_of, sum_of_squares
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.marks import gradient_of, is_partial, is_split
 from tkernels.layers.owners import owner_of
@@ -98,7 +98,7 @@ def clip_grad_norm_(
     device = ctx.device
     if stages is not None:
         if mesh is not None:
-            check_apart("clip_grad_norm_", stages.group, "mesh", ctx.group, "the ranks that layers are split over")
+            check_stage("clip_grad_norm_", stages.group, "mesh", ctx.group, "the ranks that layers are split over")
         elif in_common(ctx.group, stages.group):  # other stages have other parameters, not copies or parts of these
             ctx = None
     _check_max_norm("clip_grad_norm_", max_norm)
@@ -110,14 +110,8 @@ def clip_grad_norm_(
             _check_place("clip_grad_norm_", f"the parameter of {tuple(parameter.shape)}", grad, device)
     wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
     shards = {shard for ddp in wrappers for shard in ddp.shards}
-    if ctx is None and any(map(is_split, parameters)):
-        raise ValueError(
-            "clip_grad_norm_: some parameters are split over tensor-parallel ranks (tensor_model_parallel), but the "
-            "current context has stages of pipeline=; pass mesh=, the ranks that layers are split over"
-        )
     for parameter in parameters:
-        if ctx is not None:
-            _check_mark(parameter, ctx)
+        _check_mark(parameter, ctx)
         owner = owner_of(parameter, (ZeroOptimizer, OverlappedDDP))
         if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
             ours = isinstance(owner, ZeroOptimizer)
@@ -125,9 +119,8 @@ def clip_grad_norm_(
                 f"clip_grad_norm_: parameters belong to {type(owner).__name__}, and this rank has a part of their "
                 f"gradients alone; pass {'max_norm= and tensor_parallel= to it' if ours else 'its owned_parameters()'}"
             )
-    for ddp in wrappers:
-        if ctx is not None:
-            ddp.check_tensor_parallel("clip_grad_norm_", ctx)
+    for ddp in wrappers if ctx is not None else ():
+        ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):
         parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
         whole = [parameter for parameter in parameters if parameter not in shards]
@@ -144,8 +137,18 @@ def clip_grad_norm_(
     return norm
 
 
-def _check_mark(parameter: torch.Tensor, ctx: Context):
-    """Raises ValueError for a DTensor of which nobody knows whether the ranks of `ctx` have parts or copies of it."""
+def _check_mark(parameter: torch.Tensor, ctx: Context | None):
+    """Raises ValueError for a DTensor of which nobody knows whether the ranks of `ctx` have parts or copies of it.
+
+    And, where these are no ranks, for a parameter that is split.
+    """
+    if ctx is None and is_split(parameter):
+        raise ValueError(
+            "clip_grad_norm_: some parameters are split over tensor-parallel ranks (tensor_model_parallel), but the "
+            "current context has stages of pipeline=; pass mesh=, the ranks that layers are split over"
+        )
+    if ctx is None:
+        return
     if not isinstance(parameter, DTensor) or hasattr(parameter, "tensor_model_parallel") or owner_of(parameter, Unit):
         return
     if len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks)) < min(ctx.size, 2):

@@ -62,7 +62,7 @@ def in_common(group: Group, other: Group) -> list[int]:
     return sorted({*group.global_ranks} & {*other.global_ranks} - {group.global_ranks[group.rank]})
 
 
-def check_apart(caller: str, pipeline: Group, name: str, group: Group, ranks: str):
+def check_stage(caller: str, pipeline: Group, name: str, group: Group, ranks: str):
     """Raises ValueError if other ranks of the pipeline, which have other parameters, are in `group`, too.
 
     name: of the argument that `group` is. ranks: which it is to name.

@@ -27,7 +27,7 @@ from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
 from tkernels.layers.data_parallel.layout import ALIGN, in_buckets, not_elementwise
-from tkernels.layers.data_parallel.norms import check_apart, check_norm, clip_scale, counts, squared_norm
+from tkernels.layers.data_parallel.norms import check_norm, check_stage, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import open_wire
@@ -131,9 +131,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if pipeline is not None:
                 stages = group_of(pipeline, "ZeroOptimizer: pipeline")
                 ranks = "the ranks that have the same stage, which may be a process group of this rank alone"
-                check_apart("ZeroOptimizer", stages, "mesh", self.ctx.group, ranks)
+                check_stage("ZeroOptimizer", stages, "mesh", self.ctx.group, ranks)
                 if across is not None:
-                    check_apart("ZeroOptimizer", stages, "tensor_parallel", across, "the ranks that split this stage")
+                    check_stage("ZeroOptimizer", stages, "tensor_parallel", across, "the ranks that split this stage")
         shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in meshes)
         layout = dict(partition=partition, bucket_bytes=bucket_bytes, parameters=shapes)

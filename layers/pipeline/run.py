@@ -192,9 +192,9 @@ def forward_backward_pipelining(
     arguments that are none of these, before anything is sent, and for a loss that has no gradient; and ValueError for
     an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
     communicator that exchanges shapes, because the host waits for them. What a stage raises meanwhile ends the step on
-    all ranks (`P2PCommunicator.fail`); one whose host has queued the step by then raises in its next call. Raises
-    MismatchError, at the first such step, for numbers of microbatches or chunks, or a forward_only, that differ between
-    ranks.
+    all ranks (`P2PCommunicator.fail`); one whose host has queued the step by then raises in its next call, and what it
+    has computed is of no use. Raises MismatchError, at the first such step, for numbers of microbatches or chunks, or a
+    forward_only, that differ between ranks.
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
