@@ -10,8 +10,11 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tkernels.comm.errors import LeaseError
+
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 _INSTEAD = "tkernels_instead"  # on a parameter in whose place another is trained: an _Instead
+_IN_PARTS = "tkernels_in_parts"  # on one of whose values each rank has its part alone: why, and torch's write count
 
 
 class _References(list):
@@ -52,7 +55,7 @@ def owner_of(parameter, kind: type | tuple[type, ...] = object):
 
 def attributes(parameter) -> dict:
     """The attributes set on a parameter, for one that replaces it: all except what is of this module."""
-    return {name: value for name, value in vars(parameter).items() if name not in (_OWNERS, _INSTEAD)}
+    return {name: value for name, value in vars(parameter).items() if name not in (_OWNERS, _INSTEAD, _IN_PARTS)}
 
 
 def replace(parameter, successor, by: str):
@@ -84,6 +87,19 @@ def _check_step(optimizer, *_):
         )
 
 
+def leave_in_parts(parameters, why: str):
+    """Let whoever would use the values of these parameters raise, until others are written over them."""
+    for parameter in parameters:
+        setattr(parameter, _IN_PARTS, (why, parameter._version))
+
+
+def check_whole(parameter):
+    """Raises LeaseError for a parameter that `leave_in_parts` has marked."""
+    why, version = getattr(parameter, _IN_PARTS, (None, None))
+    if why is not None and parameter._version == version:
+        raise LeaseError(why)
+
+
 def own(parameters, owner):
     """Record `owner` as the newest owner of these parameters, beside those they have."""
     for parameter in parameters:
@@ -101,8 +117,9 @@ def disown(parameters, owner):
 def check_free(what: str, parameter, *successors: type):
     """Raises ValueError if a parameter has an owner, but for those of the kinds that a new one takes the place of.
 
-    what: the caller and the parameter, for the error.
+    And LeaseError if its last one left it in parts. what: the caller and the parameter, for the error.
     """
+    check_whole(parameter)
     for reference in reversed(getattr(parameter, _OWNERS, ())):
         if (owner := reference()) is not None and not isinstance(owner, successors):
             raise ValueError(

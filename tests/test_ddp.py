@@ -1572,6 +1572,44 @@ def test_overlapped_ddp_parameters_keep_no_wrapper_alive():
     assert sim.waits == 0
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
+def test_overlapped_ddp_dropped_after_a_step_leaves_no_parameters_that_are_mixtures_unnoticed(ctx, mode):
+    model, x = exact_model().to(ctx.device), torch.ones(2, 8, device=ctx.device)
+    start = copy.deepcopy(model.state_dict())
+
+    def train(steps, gathered):
+        ddp = OverlappedDDP(model, mesh=ctx, **mode)
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+        for _ in range(steps):
+            ddp(x).sum().backward()
+            optimizer.step()
+        if gathered:
+            ddp.start_param_sync()
+        elif not steps:
+            ddp(x).sum().backward()
+
+    train(0, False)
+    gc.collect()
+    want = model(x)  # nothing has been written
+    train(1, False)
+    gc.collect()
+    for use in (
+        lambda: model(x),
+        model.state_dict,
+        lambda: ensure_params_ready(model.parameters()),
+        lambda: OverlappedDDP(model, mesh=ctx),
+        lambda: ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, mesh=ctx),
+    ):
+        with pytest.raises(LeaseError, match=r"bucket 0 were updated .* dropped before .* start_param_sync\(\) or"):
+            use()
+    model.load_state_dict(start)
+    assert model(x).equal(want)
+    train(1, True)
+    gc.collect()
+    assert not model(x).equal(want)
+
+
 def test_ensure_params_ready_is_nothing_once_the_wrapper_is_removed():
     simulated = updated()
     sim = simulated.sim

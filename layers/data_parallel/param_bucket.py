@@ -27,6 +27,7 @@ from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.values import Buffer, Values
 from tkernels.layers.data_parallel.wire import Wire, mean
 from tkernels.layers.lease import Lease
+from tkernels.layers.owners import leave_in_parts
 
 ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires
 
@@ -277,10 +278,21 @@ class UpdatedValues(Values):
     may still do so, until `confirm`.
     """
 
+    _version = None  # while it is being made, which may fail
+
     def __init__(self, name: str, layout: FlatLayout, wire: Wire, comm_stream, dev):
         super().__init__(name, layout, wire, comm_stream, dev)
         self.shard = nn.Parameter(self.part)
         self.forget_update()
+
+    def __del__(self):
+        if self.awaits_gather and not self.unwritten:
+            why = (
+                f"the parameters of {self.name} were updated by each rank for itself, and their OverlappedDDP was "
+                f"dropped before they were gathered; call start_param_sync() or remove() of it on every rank after the "
+                f"last step, or load a state dict"
+            )
+            leave_in_parts(self.layout.parameters, why)
 
     @property
     def unwritten(self) -> bool:

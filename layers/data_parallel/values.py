@@ -15,7 +15,7 @@ from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.lease import Lease, Slot
-from tkernels.layers.owners import check_free, own, owner_of
+from tkernels.layers.owners import check_free, check_whole, own, owner_of
 
 
 class Buffer:
@@ -114,8 +114,12 @@ def ensure_params_ready(params):
     """Order the current stream behind the gathers of these parameters, for code that reads them outside their modules.
 
     Starts no gather, and waits once per bucket and stream. The stream may read the parameters until the next update.
-    Does nothing for parameters of which nobody updates a part. Raises LeaseError if their gather has not been started.
+    Does nothing for parameters of which nobody updates a part. Raises LeaseError if their gather has not been started,
+    and if it never will be, as their OverlappedDDP is gone.
     """
+    params = list(params)
+    for param in params:
+        check_whole(param)
     for values in _values_of(params):
         values.ready()
 
