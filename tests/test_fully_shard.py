@@ -5,6 +5,7 @@ that are run on the sharded model, on this rank's part of each batch, and on an 
 batch. Both must end with the same weights.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -1158,6 +1159,34 @@ def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
     taken.head.weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(ValueError, match="head.weight has a hook of register_post_acc"):
         fully_shard(taken, mesh=mesh_of(ctx))
+    handle = model.head.bias.register_hook(lambda grad: 0 * grad)
+    with pytest.raises(ValueError, match="head.bias has a hook of register_hook, .* register it before fully_shard"):
+        model(own(ctx, batches(ctx, 1)[0]))
+    handle.remove()
+    assert model(own(ctx, batches(ctx, 1)[0])).isfinite().all()
+
+
+@pytest.mark.ranks(4)
+def test_fully_shard_of_a_model_from_meta_tells_whoever_forgets_to_sum_gradients(ctx):
+    """The check comes to sharded parameters, of which autograd knows nothing."""
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": tkernels.layers.ColwiseParallel(), "down": tkernels.layers.RowwiseParallel()}
+    layers = {"up": nn.Linear(4, 8), "norm": nn.LayerNorm(4), "down": nn.Linear(8, 4)}
+
+    def shard(plan):
+        model = nn.Sequential(collections.OrderedDict(copy.deepcopy(layers))).to("meta")
+        tkernels.layers.parallelize_module(model, mesh["tp"], plan)
+        for unit in (model.norm, model):
+            fully_shard(unit, mesh=mesh["dp"])
+        model.to_empty(device=ctx.device)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.to_local().data.copy_(normal(parameter.to_local().shape, torch.float32, number + 10 * ctx.rank))
+        return model
+
+    x = normal((2, 4), torch.float32, 0, device=ctx.device)
+    with pytest.raises(MismatchError, match="gradients of norm.weight, norm.bias differ between ranks"):
+        shard(plan)(x).square().sum().backward()
+    shard(plan | {"norm": tkernels.layers.Replicated(sum_gradients=True)})(x).square().sum().backward()
 
 
 @pytest.mark.ranks(2)

@@ -31,6 +31,7 @@ from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
 from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.owners import attributes, replace, untrained, weakly
+from tkernels.layers.tensor_parallel.replicas import has_others_hooks
 
 _GATHERED = (
     "what fully_shard has gathered for a forward, whose gradients and updates the model would not see; make the "
@@ -120,7 +121,7 @@ class Parameter:
     producer: object = None
     unrounded: torch.Tensor | None = None
     _marks: dict = field(default_factory=dict)
-    _hooks: list = field(default_factory=list)  # that somebody has registered before: on gradients, which are whole
+    _hooks: list = field(default_factory=list)  # on gradients of the whole: registered before, or by a ReplicaCheck
 
     @classmethod
     @torch.no_grad()
@@ -164,6 +165,13 @@ class Parameter:
             for each in self._hooks:
                 self.whole.register_hook(each)
             self.watch(hook)
+
+    def take_hooks(self):
+        """Let hooks on the sharded parameter, to which autograd hands nothing, be called with the whole's gradient."""
+        added = [hook for hook in self.sharded._backward_hooks.values() if hook not in self._hooks]
+        self._hooks += added
+        for each in added:
+            self.whole.register_hook(each)
 
     def watch(self, hook: Callable):
         """Call hook(self), a bound method's, with each gradient that is complete. Returns the handle.
@@ -276,10 +284,17 @@ class ParamGroup:
     def settle(self, hook) -> bool:
         """Lay the shards out in one buffer, unless they are: they are new, or were moved, converted or assigned.
 
-        Returns whether it did. Raises ValueError for parameters on the meta device, and for those that have become
-        something else.
+        Returns whether it did. Raises ValueError for parameters on the meta device, for those that have become
+        something else, and for hooks that would never be called.
         """
         found = [module._parameters.get(attribute) for module, attribute in (p.places[0] for p in self.parameters)]
+        for parameter, now in zip(self.parameters, found, strict=True):
+            if now is not None and now._backward_hooks and has_others_hooks(now):
+                raise ValueError(
+                    f"fully_shard: {parameter.name} has a hook of register_hook, but as a sharded parameter it gets no "
+                    f"gradient by autograd; register it before fully_shard, for this rank's gradient, or use "
+                    f"register_post_accumulate_grad_hook, for the mean over ranks"
+                )
         if self._shards and all(
             now is parameter.sharded and now._local_tensor is shard
             for now, parameter, shard in zip(found, self.parameters, self._shards, strict=True)
@@ -355,6 +370,8 @@ class ParamGroup:
             parameter.whole.requires_grad_(parameter.sharded.requires_grad)
             parameter.point(view)
             parameter.register(parameter.whole)
+            if parameter.sharded._backward_hooks and parameter.whole.requires_grad:
+                parameter.take_hooks()
         counters = [parameter.counter for parameter in self.parameters]
         hidden = [counter for counter in counters if self._hidden.pop(id(counter), None) == counter._version]
         torch._C._autograd._unsafe_set_version_counter(hidden, [counter._version - 1 for counter in hidden])

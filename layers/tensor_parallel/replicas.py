@@ -286,7 +286,7 @@ class ReplicaCheck:
 
     def _arrived(self, name: str, module: nn.Module, attribute: str, grad: torch.Tensor):
         """Hook on a parameter's gradient of one backward, or of one reentrant checkpoint in it."""
-        if not self._looks():
+        if name not in self._handles or not self._looks():  # a sharded parameter's hooks stay on what it is gathered to
             return
         parameter = getattr(module, attribute, None)
         if name not in self._split and (is_partial(parameter) or is_part(parameter)):
