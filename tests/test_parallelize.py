@@ -884,6 +884,23 @@ def test_parallelize_compares_gradients_of_a_model_that_is_converted_or_moved_af
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_parallelize_tells_ranks_that_have_different_batches(ctx, words, bias):
+    """Of a model that begins with a split layer: no parameter's gradient would differ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=bias), nn.GELU(), nn.Linear(16, 8, bias=bias)).to(ctx.device)
+    parallelize(model, {"0": words[0], "2": words[1]}, ctx)
+    x, own = (normal((4, 8), torch.float32, seed, device=ctx.device) for seed in (9, ctx.rank))
+    model(own)  # of which there is no backward
+    copied = copy.deepcopy(model)
+    model(x).sum().backward()
+    assert not model[0]._forward_hooks
+    with pytest.raises(MismatchError, match="the input of 0 differs between ranks, although .* different batches"):
+        copied(own).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
 def test_parallelize_lets_torchs_encoder_layers_call_what_is_split(ctx, words):
     """In inference, without gradients, these would read the weights of their linears, here a part of each."""
     torch.manual_seed(0)

@@ -157,6 +157,7 @@ class ReplicaCheck:
 
     split, summed: names of the parameters of which each rank has a part, and of those whose gradients are summed by
         ReplicatedParameters. outputs: paths of split modules with a whole output, whose gradient all ranks must have.
+        inputs: of those with a whole input, which all ranks must have: it is compared once, with the first gradients.
 
     It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
     Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
@@ -168,16 +169,18 @@ class ReplicaCheck:
     is of the latest gradients of all parameters that have not been compared yet.
     """
 
-    def __init__(self, context: str, split: frozenset[str], summed: frozenset[str], outputs: frozenset[str]):
-        self._context, self._split, self._summed, self._outputs = context, split, summed, outputs
+    def __init__(self, context: str, split: frozenset[str], summed: frozenset[str], outputs, inputs):
+        self._context, self._split, self._summed, self._of_modules = context, split, summed, (outputs, inputs)
         self._output_hooks = dict.fromkeys(outputs)  # of the modules whose outputs are yet to be compared
+        self._input_hooks, self._forwards = dict.fromkeys(inputs), {}  # likewise; how many forwards each has had
         self._comparisons = 0
         self._linears = set()  # names of parameters of linear layers
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
         self._known = set()  # names of those that take gradients, as far as they have been looked at
         self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
-        # Summaries of what has arrived, by parameter and, of outputs, by module; and of inputs of summed linear layers.
-        self._gradients, self._uses, self._arriving, self._inputs = {}, {}, {}, {}
+        # Summaries of what has arrived, by parameter and, of outputs, by module; and of inputs, of summed linear layers
+        # and, by module, of split ones that take a whole input.
+        self._gradients, self._uses, self._arriving, self._inputs, self._entered = {}, {}, {}, {}, {}
         self._frozen = None  # since the first forward, where the parameters are that have always been: module and name
         self._watch_in_trace = None  # of a model from the meta device: torch.compile calls it, and leaves it out
         self._called = set()  # paths of the parts that have been called, of those that were on the meta device
@@ -185,12 +188,12 @@ class ReplicaCheck:
 
     def __reduce__(self):
         # A copy of the model has other parameters.
-        return ReplicaCheck, (self._context, self._split, self._summed, self._outputs)
+        return ReplicaCheck, (self._context, self._split, self._summed, *self._of_modules)
 
     @classmethod
     def attach(cls, model: nn.Module, context: str):
         """Let a check watch the parameters of a model whose modules have been parallelized."""
-        summing, outputs = [], {}
+        summing, outputs, inputs = [], {}, {}
         for path, module in model.named_modules():
             owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
             sums = [each for each in owners if isinstance(each, SummedOutput)]
@@ -199,15 +202,21 @@ class ReplicaCheck:
             summing += [(f"{path}." if path else "", each) for each in sums]
             if _has_whole_output(module) and not sums:
                 outputs[path] = module
+            if _takes_whole_input(module):
+                inputs[path] = module
         check = cls(
             context,
             split=frozenset(name for name, parameter in model.named_parameters() if is_part(parameter)),
             summed=frozenset(f"{path}{name}" for path, hooks in summing for name in getattr(hooks, "names", ())),
             outputs=frozenset(outputs),
+            inputs=frozenset(inputs),
         )
         for path, module in outputs.items():
             hook = functools.partial(check._watch_output, path)
             check._output_hooks[path] = module.register_forward_hook(hook)
+        for path, module in inputs.items():
+            hook = functools.partial(check._watch_input, path)
+            check._input_hooks[path] = module.register_forward_hook(hook)
         for path, hooks in summing:
             hooks.watched_by(check, path)
         check._watch(_places(model))
@@ -270,6 +279,20 @@ class ReplicaCheck:
         if type(x) is torch.Tensor and x.requires_grad and x.numel():
             self._inputs[name] = _summary(x.detach())
 
+    def _watch_input(self, path: str, module, inputs, output):
+        """Hook on a split module: look at its whole input, in forwards 1, 2, 4, 8 and so on that have a backward."""
+        y = output[0] if isinstance(output, tuple) else output
+        if not self._looks() or path not in self._input_hooks or not getattr(y, "requires_grad", False):
+            return
+        x, count = next(iter(inputs), None), self._forwards.get(path, 0) + 1
+        self._forwards[path] = count
+        if count & (count - 1) == 0 and type(x) is torch.Tensor and x.is_floating_point() and x.numel():
+            y.register_hook(functools.partial(self._input_counts, path, _summary(x.detach())))
+
+    def _input_counts(self, path: str, summary: torch.Tensor, _):
+        if path in self._input_hooks and self._looks():
+            self._entered[path] = summary
+
     def _watch_output(self, path: str, module, inputs, output):
         """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
         y = output[0] if isinstance(output, tuple) else output
@@ -314,13 +337,25 @@ class ReplicaCheck:
     @torch.no_grad()
     def _compare(self):
         """Collective, if a comparison is due. Raises MismatchError, the same on every rank."""
-        if not self._due or self._done():
+        if not self._due or not self._entered and self._done():
             return
-        found = self._gradients, self._uses, self._arriving, self._inputs
+        found = self._gradients, self._uses, self._arriving, self._inputs, self._entered
         mine = [{name: each.tolist() for name, each in summaries.items()} for summaries in found]
-        self._gradients, self._uses, self._arriving, self._inputs, self._due = {}, {}, {}, {}, False
+        self._gradients, self._uses, self._arriving, self._inputs, self._entered = {}, {}, {}, {}, {}
+        self._due = False
         ranks = find_context(self._context).group.gather(mine)
-        gradients, uses, arriving, inputs = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
+        gradients, uses, arriving, inputs, entered = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
+        if unlike := _differing(entered):
+            raise MismatchError(
+                f"parallelize: the input of {listed(unlike)} differs between ranks, although each has a part of the "
+                f"layer and takes all of the input. Ranks that share a model have different batches, or random masks: "
+                f"give them the same (ranks of the data-parallel dimension alone have their own), and seed them alike. "
+                f"Or the input is a part of a sequence, and the plan is to say so (sequence_parallel, or a style's "
+                f"input_layouts=Shard(...))"
+            )
+        for path in entered:
+            if (hook := self._input_hooks.pop(path, None)) is not None:
+                hook.remove()
         # An output that has had no gradient by now is of a layer that is frozen, or never used.
         self._comparisons += 1
         for path in self._output_hooks.copy() if self._comparisons == 4 else arriving:
@@ -434,6 +469,15 @@ def _has_whole_output(module: nn.Module) -> bool:
     if (layout := getattr(module, "_layout", None)) is not None:
         return layout.output.is_replicate()
     return not getattr(module, "sequence_parallel", True) and getattr(module, "gather_output", True)
+
+
+def _takes_whole_input(module: nn.Module) -> bool:
+    """Whether a module of which each rank has a part takes the same input on each."""
+    if not any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None):
+        return False
+    if (layout := getattr(module, "_layout", None)) is not None:
+        return layout.input.is_replicate()
+    return not getattr(module, "sequence_parallel", True) and not getattr(module, "input_is_parallel", False)
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
