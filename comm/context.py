@@ -144,9 +144,10 @@ def _process_group(mesh, what: str) -> dist.ProcessGroup:
     """The process group of a mesh of one dimension, or the one that was given; raises what `as_context` does."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or ("tp",)
             raise ValueError(
-                f"{what}: the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example "
-                f"mesh['tp']"
+                f"{what}: the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, as "
+                f"mesh[{names[-1]!r}], or all as one, mesh._flatten()"
             )
         place = mesh.get_coordinate()
         if place is not None:
