@@ -1,6 +1,7 @@
 """check_heads: refuses plans after which an attention's code would take a rank's features apart in a wrong way."""
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -110,6 +111,7 @@ def _methods(kind: type) -> list[ast.AST]:
     return [each for found in methods.values() for each in found]
 
 
+@functools.lru_cache  # to find a class's code takes 20 ms, and a model has hundreds of its modules
 def _heads_in_views(kind: type) -> list[str]:
     """The attributes, of heads by their names, that a module's code views features by, passes on, or makes lists of."""
     sizes = []
@@ -126,6 +128,7 @@ def _heads_in_views(kind: type) -> list[str]:
     return list(dict.fromkeys(name for name in owned if re.fullmatch(r"\w*head\w*", name)))
 
 
+@functools.lru_cache
 def _taken_apart(kind: type) -> set[str]:
     """The names of a module's children of whose last dimension its code makes chunks: several projections in one."""
     found = set()
