@@ -31,7 +31,7 @@ from tkernels.comm.capture import lasting
 from tkernels.layers.data_parallel.layout import Layout
 from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.owners import attributes, replace, untrained, weakly
-from tkernels.layers.tensor_parallel.replicas import has_others_hooks
+from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
 
 _GATHERED = (
     "what fully_shard has gathered for a forward, whose gradients and updates the model would not see; make the "

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from tkernels.comm import Context, MeshLike, as_context
 from tkernels.comm.context import group_of
 from tkernels.comm.contexts import current_context
+from tkernels.layers.marks import is_split
 
 
 def as_mesh_and_context(mesh: MeshLike) -> tuple[DeviceMesh, Context]:
@@ -27,6 +28,13 @@ def as_mesh_and_context(mesh: MeshLike) -> tuple[DeviceMesh, Context]:
         raise ValueError("parameters become DTensors, which need torch.distributed; call init_process_group() first")
     ctx = as_context(mesh)
     return mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, ctx.device.type), ctx
+
+
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether each rank has a different part of a parameter, by its placements or Megatron's mark."""
+    if isinstance(parameter, DTensor):
+        return any(placement.is_shard() for placement in parameter.placements)
+    return is_split(parameter)
 
 
 def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:

@@ -20,14 +20,8 @@ from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.heads import check_heads, text_config
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.tensor_parallel.plan import Given, apply, call_layers
-from tkernels.layers.tensor_parallel.replicas import (
-    FOR_HEADS,
-    GRAD_ALLREDUCE,
-    ReplicaCheck,
-    ReplicatedParameters,
-    SummedOutput,
-    has_others_hooks,
-)
+from tkernels.layers.tensor_parallel.replica_check import ReplicaCheck, has_others_hooks
+from tkernels.layers.tensor_parallel.replicas import FOR_HEADS, GRAD_ALLREDUCE, ReplicatedParameters, SummedOutput
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,

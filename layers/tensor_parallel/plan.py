@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import (
 from tkernels.comm import Context, MeshLike
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.group import listed
-from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
+from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, is_part, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.heads import check_heads
-from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck, is_part
+from tkernels.layers.tensor_parallel.replica_check import ReplicaCheck
+from tkernels.layers.tensor_parallel.replicas import ReadsChildren
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,

@@ -1,29 +1,18 @@
 """Parameters that every rank of a tensor-parallel model holds whole: gradients are summed where each rank has a part of
-them, and all are compared once, since replicas drift apart if their gradients differ.
+them. That all ranks have the same gradients is compared elsewhere (replica_check.py).
 """
 
-import functools
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tkernels.comm import MismatchError, find_context
-from tkernels.comm.context import constant_in_traces
-from tkernels.comm.group import listed
-from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.tensor_parallel.dtensors import local
+from tkernels.layers.tensor_parallel.dtensors import is_part, local
 from tkernels.torch_operators import replicated
 
 GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the style
 FOR_HEADS = "replicated_for_heads"
-SLICES = 16  # of a gradient, each compared by its sum and size
-# Ranks may round differently (atomics, tuned kernels), in 16 bits under autocast whatever a gradient's dtype. The root
-# lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
-EPS = torch.finfo(torch.bfloat16).eps
-TOLERANCE = EPS**0.5
 
 
 class ReplicatedParameters:
@@ -41,7 +30,7 @@ class ReplicatedParameters:
         self._check, self._path = None, ""
         self._parameters, self._lent = {}, False  # that forward finds replaced, and whether the parent's forward does
         self.has_reader = False  # ReadsChildren of a parent
-        _register_first(module, self._before)  # spectral_norm's hook reads parameters
+        register_first(module, self._before)  # spectral_norm's hook reads parameters
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module, args):
@@ -84,8 +73,8 @@ class ReplicatedParameters:
             module._parameters[name] = parameter
         self._parameters.clear()
 
-    def watched_by(self, check: "ReplicaCheck", path: str):
-        """Let a check see the parts of the gradients that are summed. path: the prefix of the parameters' names."""
+    def watched_by(self, check, path: str):
+        """Let a ReplicaCheck see the parts of the gradients that are summed. path: the parameters' prefix."""
         self._check, self._path = check, path
 
     @staticmethod
@@ -114,8 +103,8 @@ class SummedOutput:
             own = self._check.watch_use(self._name, own)
         return own if first is None else torch.cat((first, own), -1)
 
-    def watched_by(self, check: "ReplicaCheck", path: str):
-        """Let a check see the parts of the gradient. path: the prefix of the parameters' names."""
+    def watched_by(self, check, path: str):
+        """Let a ReplicaCheck see the parts of the gradient. path: the parameters' prefix."""
         self._check, self._name = check, f"{path}weight"
 
 
@@ -152,284 +141,7 @@ class ReadsChildren:
                 cls(module, found)
 
 
-class ReplicaCheck:
-    """Compares the gradients of replicated parameters over ranks, each once, at the end of a backward.
-
-    split, summed: names of the parameters of which each rank has a part, and of those whose gradients are summed by
-        ReplicatedParameters. outputs: paths of split modules with a whole output, whose gradient all ranks must have.
-        inputs: of those with a whole input, which all ranks must have: it is compared once, with the first gradients.
-
-    It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
-    Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
-    gradients are yet to be summed.
-
-    The comparison is collective, so it comes at the end of a backward that has reached parallel layers, which all ranks
-    run alike: the first, second, fourth, eighth and so on of each layer, until every parameter has had a gradient other
-    than zero. (Layers may begin with zeros, and a backward, as that of a reentrant checkpoint, be of a part alone.) It
-    is of the latest gradients of all parameters that have not been compared yet.
-    """
-
-    def __init__(self, context: str, split: frozenset[str], summed: frozenset[str], outputs, inputs):
-        self._context, self._split, self._summed, self._of_modules = context, split, summed, (outputs, inputs)
-        self._output_hooks = dict.fromkeys(outputs)  # of the modules whose outputs are yet to be compared
-        self._input_hooks, self._forwards = dict.fromkeys(inputs), {}  # likewise; how many forwards each has had
-        self._comparisons = 0
-        self._linears = set()  # names of parameters of linear layers
-        self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
-        self._known = set()  # names of those that take gradients, as far as they have been looked at
-        self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
-        # Summaries of what has arrived, by parameter and, of outputs, by module; and of inputs, of summed linear layers
-        # and, by module, of split ones that take a whole input.
-        self._gradients, self._uses, self._arriving, self._inputs, self._entered = {}, {}, {}, {}, {}
-        self._frozen = None  # since the first forward, where the parameters are that have always been: module and name
-        self._watch_in_trace = None  # of a model from the meta device: torch.compile calls it, and leaves it out
-        self._called = set()  # paths of the parts that have been called, of those that were on the meta device
-        self._task, self._due = None, False
-
-    def __reduce__(self):
-        # A copy of the model has other parameters.
-        return ReplicaCheck, (self._context, self._split, self._summed, *self._of_modules)
-
-    @classmethod
-    def attach(cls, model: nn.Module, context: str):
-        """Let a check watch the parameters of a model whose modules have been parallelized."""
-        summing, outputs, inputs = [], {}, {}
-        for path, module in model.named_modules():
-            owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
-            sums = [each for each in owners if isinstance(each, SummedOutput)]
-            hooks = ReplicatedParameters.of(module)
-            sums += [hooks] if hooks is not None and hooks.sum_gradients else []
-            summing += [(f"{path}." if path else "", each) for each in sums]
-            if _has_whole_output(module) and not sums:
-                outputs[path] = module
-            if _takes_whole_input(module):
-                inputs[path] = module
-        check = cls(
-            context,
-            split=frozenset(name for name, parameter in model.named_parameters() if is_part(parameter)),
-            summed=frozenset(f"{path}{name}" for path, hooks in summing for name in getattr(hooks, "names", ())),
-            outputs=frozenset(outputs),
-            inputs=frozenset(inputs),
-        )
-        for path, module in outputs.items():
-            hook = functools.partial(check._watch_output, path)
-            check._output_hooks[path] = module.register_forward_hook(hook)
-        for path, module in inputs.items():
-            hook = functools.partial(check._watch_input, path)
-            check._input_hooks[path] = module.register_forward_hook(hook)
-        for path, hooks in summing:
-            hooks.watched_by(check, path)
-        check._watch(_places(model))
-        _register_first(model, check._before)  # it looks for parameters
-        if any(parameter.is_meta for parameter in model.parameters()):
-            check._watch_in_trace = constant_in_traces(lambda: check._watch(_places(model)))
-        for path, module in model.named_modules():
-            if path and any(each.is_meta for each in module.parameters(recurse=False)):
-                _register_first(module, functools.partial(check._before_part, path))
-
-    def _before(self, model, _):
-        """Watch the parameters of the first forward, which may have been on the meta device, frozen or copied.
-
-        And all of them again once others are unfrozen.
-        """
-        if torch.compiler.is_compiling() and self._watch_in_trace is not None:
-            self._watch_in_trace()
-        if _traced() or not torch.is_grad_enabled():
-            return
-        first = self._frozen is None
-        before = list(_places(model).values()) if first else self._frozen
-        self._frozen = [(module, name) for module, name in before if not _trained(getattr(module, name, None))]
-        if first or len(self._frozen) < len(before):
-            self._known = set()
-            self._watch(_places(model))
-
-    def _before_part(self, path: str, module, _):
-        """Watch what was on the meta device in a model whose own forward doesn't run, as that of a pipeline's stage."""
-        if self._frozen is None and path not in self._called and torch.is_grad_enabled() and not _traced():
-            self._called.add(path)
-            self._watch({f"{path}.{name}": (module, name) for name, _ in module.named_parameters(recurse=False)})
-
-    def _watch(self, places: dict[str, tuple[nn.Module, str]]):
-        """Watch these parameters beside those that are watched. places: see `_places`."""
-        found = {name: getattr(module, attribute) for name, (module, attribute) in places.items()}
-        trained = {name: each for name, each in found.items() if _trained(each) and not each.is_meta}
-        self._linears |= {name for name, (module, _) in places.items() if isinstance(module, nn.Linear)}
-        self._known |= trained.keys()
-        self._triggers, self._counts = self._known & self._split or self._known, {}
-        if find_context(self._context).size == 1:
-            return
-        for name, parameter in trained.items():
-            if parameter._backward_hooks:  # set anew: after Module.to those of a DTensor do nothing (torch 2.13)
-                parameter._backward_hooks = parameter._backward_hooks
-            handle = self._handles.get(name)
-            if handle is None or handle.id not in (parameter._backward_hooks or ()):
-                hook = functools.partial(self._arrived, name, *places[name])
-                self._handles[name] = parameter.register_hook(hook)
-
-    def watch_use(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """`value`, which is watched: what arrives of its gradient must differ between ranks to be summed over them."""
-        if not _traced() and name in self._handles:
-            value.register_hook(functools.partial(self._use_arrived, name))
-        return value
-
-    def watch_input(self, name: str, x):
-        """Look at the input of a linear layer, whose gradient would be a part if all ranks had the same one."""
-        if _traced() or name not in self._handles or name in self._inputs or not torch.is_grad_enabled():
-            return
-        if type(x) is torch.Tensor and x.requires_grad and x.numel():
-            self._inputs[name] = _summary(x.detach())
-
-    def _watch_input(self, path: str, module, inputs, output):
-        """Hook on a split module: look at its whole input, in forwards 1, 2, 4, 8 and so on that have a backward."""
-        y = output[0] if isinstance(output, tuple) else output
-        if not self._looks() or path not in self._input_hooks or not getattr(y, "requires_grad", False):
-            return
-        x, count = next(iter(inputs), None), self._forwards.get(path, 0) + 1
-        self._forwards[path] = count
-        if count & (count - 1) == 0 and type(x) is torch.Tensor and x.is_floating_point() and x.numel():
-            y.register_hook(functools.partial(self._input_counts, path, _summary(x.detach())))
-
-    def _input_counts(self, path: str, summary: torch.Tensor, _):
-        if path in self._input_hooks and self._looks():
-            self._entered[path] = summary
-
-    def _watch_output(self, path: str, module, inputs, output):
-        """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
-        y = output[0] if isinstance(output, tuple) else output
-        if not _traced() and path in self._output_hooks and isinstance(y, torch.Tensor) and y.requires_grad:
-            y.register_hook(functools.partial(self._output_arrived, path))
-
-    def _output_arrived(self, path: str, grad: torch.Tensor):
-        if path in self._output_hooks and self._looks():
-            self._record(path, grad, self._arriving)
-
-    def _use_arrived(self, name: str, grad: torch.Tensor):
-        if self._looks():
-            self._record(name, grad, self._uses)
-
-    def _arrived(self, name: str, module: nn.Module, attribute: str, grad: torch.Tensor):
-        """Hook on a parameter's gradient of one backward, or of one reentrant checkpoint in it."""
-        if name not in self._handles or not self._looks():  # a sharded parameter's hooks stay on what it is gathered to
-            return
-        parameter = getattr(module, attribute, None)
-        if name not in self._split and (is_partial(parameter) or is_part(parameter)):
-            self._handles.pop(name).remove()
-            return
-        self._record(name, grad, self._gradients)
-        if name in self._triggers:
-            count = self._counts[name] = self._counts.get(name, 0) + 1
-            self._due |= count & (count - 1) == 0
-
-    def _looks(self) -> bool:
-        """Not in compiled autograd, and not under a capture, where the host can't wait."""
-        return not _traced() and not find_context(self._context).capturing
-
-    def _record(self, name: str, grad: torch.Tensor, found: dict[str, torch.Tensor]):
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._compare)
-        if isinstance(grad, DTensor) and all(placement.is_replicate() for placement in grad.placements):
-            grad = grad._local_tensor
-        if name not in self._split and type(grad) is torch.Tensor and grad.layout is torch.strided and grad.numel():
-            found[name] = _summary(grad.detach())
-
-    @torch.no_grad()
-    def _compare(self):
-        """Collective, if a comparison is due. Raises MismatchError, the same on every rank."""
-        if not self._due or not self._entered and self._done():
-            return
-        found = self._gradients, self._uses, self._arriving, self._inputs, self._entered
-        mine = [{name: each.tolist() for name, each in summaries.items()} for summaries in found]
-        self._gradients, self._uses, self._arriving, self._inputs, self._entered = {}, {}, {}, {}, {}
-        self._due = False
-        ranks = find_context(self._context).group.gather(mine)
-        gradients, uses, arriving, inputs, entered = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
-        if unlike := _differing(entered):
-            raise MismatchError(
-                f"parallelize: the input of {listed(unlike)} differs between ranks, although each has a part of the "
-                f"layer and takes all of the input. Ranks that share a model have different batches, or random masks: "
-                f"give them the same (ranks of the data-parallel dimension alone have their own), and seed them alike. "
-                f"Or the input is a part of a sequence, and the plan is to say so (sequence_parallel, or a style's "
-                f"input_layouts=Shard(...))"
-            )
-        for path in entered:
-            if (hook := self._input_hooks.pop(path, None)) is not None:
-                hook.remove()
-        # An output that has had no gradient by now is of a layer that is frozen, or never used.
-        self._comparisons += 1
-        for path in self._output_hooks.copy() if self._comparisons == 4 else arriving:
-            if (hook := self._output_hooks.pop(path, None)) is not None:  # a copy of the model doesn't know its hooks
-                hook.remove()
-        if same := [name for name, each in uses.items() if each.shape[1] > 2 and (each == each[0]).all()]:
-            warnings.warn(
-                f"parallelize: {listed(same)}: a style as {GRAD_ALLREDUCE!r} sums the parts of a gradient that ranks "
-                f"have, but here each has the same. If that is the whole one, it counts {len(ranks)} times; take the "
-                f"style off modules that don't lie between a column and a row layer. (Inputs or weights that are all "
-                f"equal, as of ones, make parts equal, too)",
-                stacklevel=2,
-            )
-        if alike := [name for name, each in inputs.items() if each.shape[1] > 2 and (each == each[0]).all()]:
-            warnings.warn(
-                f"parallelize: {listed(alike)}: the style {GRAD_ALLREDUCE!r} sums the gradient of a linear layer's "
-                f"parameters, but not that of its input, which is the same on all ranks. If the output goes to each "
-                f"rank's own heads, all that is before the layer gets a part of its gradient: give it {FOR_HEADS!r} "
-                f"instead, and take the style off what is before it. (Inputs of equal numbers, as ones, are the same, "
-                f"too)",
-                stacklevel=2,
-            )
-        differing = _differing(gradients)
-        if read := [name for name in differing if name in self._summed]:
-            raise MismatchError(
-                f"parallelize: the gradients of {listed(read)} differ between ranks in spite of the style "
-                f"{GRAD_ALLREDUCE!r}, which concerns what a module's own forward reads; pass the parameter through "
-                f"copy_to_tensor_model_parallel_region where it is read elsewhere"
-            )
-        if differing and (linear := next((name for name in differing if name in self._linears), None)):
-            raise MismatchError(
-                f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
-                f"would drift apart. {linear} is that of a linear layer that is the same on all ranks. If its output "
-                f"goes to each rank's own heads, as keys and values of all heads, have the output's gradient summed, "
-                f"which makes those before it whole: plan | {{{_pattern(linear)!r}: {FOR_HEADS!r}}}, where the plan of "
-                f"'auto' is model.tp_plan; ReplicatedForHeads() in parallelize_module's; "
-                f"copy_to_tensor_model_parallel_region(output) in a forward. If its input is each rank's own, "
-                f"{GRAD_ALLREDUCE!r}. Otherwise ranks that share a model have different inputs or random masks"
-            )
-        if parts := _differing(arriving):
-            raise MismatchError(
-                f"parallelize: the gradient of the output of {listed(parts)} differs between ranks, although all have "
-                f"all of the output, so that gradients are wrong from there on. If each rank's own heads or features "
-                f"read it, as keys and values of all heads, leave the layer whole, and have its output's gradient "
-                f"summed: plan | {{{_pattern(f'{parts[0]}.weight')!r}: {FOR_HEADS!r}}}, or pass the output through "
-                f"copy_to_tensor_model_parallel_region. Otherwise ranks that share a model have different inputs or "
-                f"random masks"
-            )
-        if differing:
-            patterns = dict.fromkeys(map(_pattern, differing))
-            more = ", ".join(f"{pattern!r}: {GRAD_ALLREDUCE!r}" for pattern in list(patterns)[:4])
-            raise MismatchError(
-                f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
-                f"would drift apart. Where each rank uses a parameter for its own features or rows (a norm over heads, "
-                f"between a column and a row layer), give its module a style in the plan that sums the gradient: "
-                f"plan | {{{more}}}, where the plan of 'auto' is model.tp_plan; in parallelize_module's "
-                f"Replicated(sum_gradients=True) or SequenceParallel(). Otherwise ranks that share a model have "
-                f"different inputs or random masks, or a parameter is split by hand (mark it tensor_model_parallel = "
-                f"True)"
-            )
-        for name in gradients.keys() & self._handles.keys():
-            self._handles.pop(name).remove()
-        self._done()
-
-    def _done(self) -> bool:
-        """Whether all that is watched has been compared. Nothing is watched then, until a part comes that is new."""
-        if done := self._handles.keys() <= self._split and not self._output_hooks:
-            self._known = set()
-            while self._handles:
-                self._handles.popitem()[1].remove()
-        return done
-
-
-def _register_first(module: nn.Module, hook: Callable):
+def register_first(module: nn.Module, hook: Callable):
     """Register a forward pre-hook that runs before the others.
 
     Its `prepend` moves an entry of an OrderedDict to the front, of which torch.compile's guards of torch 2.11 know
@@ -453,105 +165,3 @@ def _called(module: nn.Module):
             yield child
         else:
             yield from _called(child)
-
-
-def is_part(parameter: torch.Tensor) -> bool:
-    """Whether each rank has a different part of a parameter, by its placements or Megatron's mark."""
-    if isinstance(parameter, DTensor):
-        return any(placement.is_shard() for placement in parameter.placements)
-    return is_split(parameter)
-
-
-def _has_whole_output(module: nn.Module) -> bool:
-    """Whether a module of which each rank has a part returns all of its output on each."""
-    if not any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None):
-        return False
-    if (layout := getattr(module, "_layout", None)) is not None:
-        return layout.output.is_replicate()
-    return not getattr(module, "sequence_parallel", True) and getattr(module, "gather_output", True)
-
-
-def _takes_whole_input(module: nn.Module) -> bool:
-    """Whether a module of which each rank has a part takes the same input on each."""
-    if not any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None):
-        return False
-    if (layout := getattr(module, "_layout", None)) is not None:
-        return layout.input.is_replicate()
-    return not getattr(module, "sequence_parallel", True) and not getattr(module, "input_is_parallel", False)
-
-
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where each parameter is. (Not a weak reference to it, which would keep Module.to from swapping a DTensor.)"""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parts = {name: name.rpartition(".") for name, _ in model.named_parameters()}
-    return {name: (modules[path], attribute) for name, (path, _, attribute) in parts.items()}
-
-
-def _trained(parameter) -> bool:
-    """Whether a module's attribute is a parameter that takes gradients, and none of functional_call's tensors."""
-    return isinstance(parameter, nn.Parameter) and parameter.requires_grad
-
-
-def _pattern(name: str) -> str:
-    """Of a parameter's module, as a plan names it and its like."""
-    path = name.rpartition(".")[0]
-    last = path.rpartition(".")[2]
-    return path if last.isdigit() or last == path else f"*.{last}"
-
-
-def _traced() -> bool:
-    """Whether this code is being compiled, or runs under a transform of torch.func."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def has_others_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has hooks on its gradient beside those of ReplicaChecks."""
-    owners = (getattr(hook, "func", None) for hook in (parameter._backward_hooks or {}).values())
-    return any(not isinstance(getattr(owner, "__self__", None), ReplicaCheck) for owner in owners)
-
-
-def _summary(grad: torch.Tensor) -> torch.Tensor:
-    """[2 * slices]: of each slice the sum, over the root of its length, and the root of its mean square.
-
-    A difference of n independent elements changes the first as much as one element of it does.
-    """
-    flat = (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)
-    parts = flat.tensor_split(min(SLICES, flat.numel()))
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    sums = [part.sum(dtype=dtype) for part in parts]
-    norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in parts]
-    lengths = flat.new_tensor([part.numel() for part in parts] * 2, dtype=dtype)
-    return torch.stack(sums + norms) / lengths.sqrt()
-
-
-def _judgeable(by_rank: tuple[dict[str, list]]) -> dict[str, torch.Tensor]:
-    """Name -> summaries [R, 2 * slices], zeros where a rank has none. Leaves out what is zero or has overflowed."""
-    found = {}
-    for name in dict.fromkeys(name for each in by_rank for name in each):
-        present = next(each[name] for each in by_rank if name in each)
-        values = torch.tensor([each.get(name, [0.0] * len(present)) for each in by_rank], dtype=torch.float64)
-        if values.isfinite().all() and values.any():
-            found[name] = values
-    return found
-
-
-def _differing(gradients: dict[str, torch.Tensor]) -> list[str]:
-    """The names of gradients that differ between ranks by more than rounding.
-
-    A gradient that is zero but for rounding, as that of a key's bias, is judged by those of its module and, where it is
-    alone there, by the largest of all.
-    """
-    largest = {}
-    for name, values in gradients.items():
-        module = name.rpartition(".")[0]
-        largest[module] = max(largest.get(module, 0.0), values.chunk(2, 1)[1].max().item())
-    # It is a sum of terms that cancel, each rounded to fp32 at best. They may be as large as any other gradient.
-    noise = 64 * torch.finfo(torch.float32).eps * max(largest.values(), default=0.0)
-    differing = []
-    for name, values in gradients.items():
-        sums, sizes = values.chunk(2, 1)
-        allowed = TOLERANCE * (sums.abs() + sizes).amax(0) + EPS * largest[name.rpartition(".")[0]] + noise
-        spread = values.amax(0) - values.amin(0)
-        if (spread > allowed.repeat(2)).any():
-            differing.append(name)
-    return differing

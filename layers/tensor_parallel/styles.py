@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, style
 from tkernels.comm import as_context
 from tkernels.comm.arguments import check_dense, check_type
 from tkernels.layers.owners import check_free, replace
-from tkernels.layers.tensor_parallel.dtensors import chunk_sizes
+from tkernels.layers.tensor_parallel.dtensors import chunk_sizes, is_part
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.functions import gather_equal_parts
 from tkernels.layers.tensor_parallel.modules import (
@@ -38,7 +38,8 @@ from tkernels.layers.tensor_parallel.modules import (
     SequenceModule,
     subclass,
 )
-from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, SummedOutput, has_others_hooks, is_part
+from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
+from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, SummedOutput
 
 _log = logging.getLogger("tkernels")
 
