@@ -48,7 +48,7 @@ STEPS = (
     Step("local-sweep", "bench.sweep --seed 1 --problems 300 --json {json}", 3, 1),
     Step("local-fp8-sweep", "bench.sweep --dtype fp8 --seed 1 --problems 200 --json {json}", 3, 1),
     Step("operations", f"pytest {GPU_TESTS} ranks tests/test_all_gather_matmul.py tests/test_matmul_reduce_scatter.py "
-         "tests/test_matmul_all_reduce.py tests/test_collectives.py tests/test_fp8.py", 9),
+         "tests/test_collectives.py tests/test_fp8.py", 9),
     Step("graphs", f"pytest {GPU_TESTS} ranks tests/test_cuda_graph.py tests/test_copies.py tests/test_streams.py", 9),
     Step("data-parallel", f"pytest {GPU_TESTS} ranks tests/test_fully_shard.py tests/test_zero.py "
          "tests/test_ddp.py", 9),

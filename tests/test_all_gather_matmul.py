@@ -8,6 +8,8 @@ import math
 
 import pytest
 import torch
+from products import TILINGS
+from products import product_of_gathered as reference
 from transports import (
     every_path,
     every_transport,
@@ -24,7 +26,6 @@ from transports import (
 import tkernels
 from tkernels import choice, fused
 from tkernels.activations import ACTIVATIONS
-from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
@@ -45,10 +46,6 @@ def operands(ctx, make, rows, N, K, dtype, seed, transposed=False):
     x = make((rows[ctx.rank], K), dtype, seed, device=ctx.device)
     w = make((K, N) if transposed else (N, K), dtype, seed + 1, device=ctx.device)
     return x, w.t() if transposed else w, make(N, dtype, seed + 2, device=ctx.device)
-
-
-def reference(ctx, x, w, bias=None, activation=None):
-    return all_gather_matmul_reference(ctx.group.process_group, x, w, bias, activation)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -221,24 +218,11 @@ def test_delays_and_poison_change_no_bit(ctx, path):
         assert torch.equal(again, first), seed
 
 
-CONFIGS = {
-    "last tiles in parts": OverlapConfig(
-        GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256, split_tiles=3, max_splits=4
-    ),
-    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
-    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
-    "chunks of half a tile": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=16, num_comm=1, put_block=512),
-    "stored in one piece": OverlapConfig(GemmConfig(32, 16, 32, split=1), chunk_rows=64, num_comm=3, put_block=512),
-    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8), chunk_rows=16, num_comm=1, put_block=128),
-    "by copies": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0),
-    "by copies of several chunks": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=16, num_comm=0, copy_rows=64),
-    "by programs into the landing": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=2, landing=True),
-    "by copies, one a peer": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=1024, num_comm=0),
-}
+GATHERING = {name: config for name, config in TILINGS.items() if not config.interleaved}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", GATHERING.values(), ids=GATHERING)
 def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
     for num_programs in (config.num_comm + 1, config.num_comm + 4):
         context = over(ctx, ctx.transport, num_programs=num_programs)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import triton.language as tl
+from products import own_rows_of_sum, product_of_gathered, sum_of_products
 from transports import (
     by_copies,
     every_transport,
@@ -28,14 +29,12 @@ from transports import (
 
 import tkernels
 from tkernels import fused
-from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.choice import overlap_config
 from tkernels.comm import WaitTimeoutError, collectives, copies, device, interpreter, mail
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
 from tkernels.gemm import layout_of
-from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference, matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -51,14 +50,12 @@ SHORT_S = 1.0  # where what the other rank waits for lies behind what this one h
 
 def operands(ctx, name, rows, N, K, dtype, seed):
     """x, w and the right result of this rank; every sum is exact in bf16."""
-    seed, group = 100 * seed + 10 * ctx.rank, ctx.group.process_group
+    seed = 100 * seed + 10 * ctx.rank
     x = integers((rows[ctx.rank] if name == AG else sum(rows), K), dtype, seed, -2, 2, device=ctx.device)
     w = integers((N, K), dtype, seed + 1, -2, 2, device=ctx.device)
     if name == AG:
-        return x, w, all_gather_matmul_reference(group, x, w).to(dtype)
-    if name == RS:
-        return x, w, matmul_reduce_scatter_reference(group, x, w, rows=rows).to(dtype)
-    return x, w, matmul_all_reduce_reference(group, x, w).to(dtype)
+        return x, w, product_of_gathered(ctx, x, w).to(dtype)
+    return x, w, (own_rows_of_sum(ctx, rows, x, w) if name == RS else sum_of_products(ctx, x, w)).to(dtype)
 
 
 def options(name, rows):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from products import matmul_reference
 from transports import launches, reduced_precision
 
 from tkernels import choice, gemm, matmul, staging
@@ -15,15 +16,7 @@ from tkernels.activations import ACTIVATIONS, activation_reference
 from tkernels.comm import runtime
 from tkernels.comm.calls import LocalCalls
 from tkernels.configs import GemmConfig
-from tkernels.gemm import (
-    DTYPES,
-    Matrix,
-    load_tile,
-    matmul_reference,
-    precision,
-    store_tile,
-    tma_allowed,
-)
+from tkernels.gemm import DTYPES, Matrix, load_tile, precision, store_tile, tma_allowed
 from tkernels.gpus import H200, SIMULATED
 from tkernels.model import default_config
 from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal

@@ -12,10 +12,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from products import own_rows_of_sum, product_of_gathered, sum_of_products
 from transports import LateRank, interleaved, poison_workspace, simulated_only
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import collectives, device, interpreter
 from tkernels.comm.device import (
     Net,
@@ -31,7 +31,6 @@ from tkernels.comm.device import (
 )
 from tkernels.comm.errors import WaitTimeoutError
 from tkernels.gemm import Matrix
-from tkernels.matmul_reduce_scatter import matmul_all_reduce_reference, matmul_reduce_scatter_reference
 from tkernels.overlap import add_parts, store_part
 from tkernels.testing.compare import integers, poison
 
@@ -118,12 +117,12 @@ def all_reduce_in_two_trips(ctx, x, w, bias):
 
 
 def all_gather_matmul(ctx, x, w, bias):
-    want = all_gather_matmul_reference(ctx.group.process_group, x, w, bias).float()
+    want = product_of_gathered(ctx, x, w, bias).float()
     return lambda: tkernels.all_gather_matmul(x, w, bias, ctx=ctx), want
 
 
 def matmul_reduce_scatter(ctx, x, w, bias):
-    want = matmul_reduce_scatter_reference(ctx.group.process_group, x, w, bias).float()
+    want = own_rows_of_sum(ctx, collectives.split_rows(len(x), ctx.size), x, w, bias).float()
     return lambda: tkernels.matmul_reduce_scatter(x, w, bias, ctx=ctx), want
 
 
@@ -134,7 +133,7 @@ def matmul_reduce_scatter_interleaved(ctx, x, w, bias):
 
 def matmul_all_reduce(ctx, x, w, bias):
     bias = ctx.group.gather(bias)[0]
-    want = matmul_all_reduce_reference(ctx.group.process_group, x, w, bias).float()
+    want = sum_of_products(ctx, x, w, bias).float()
     return lambda: tkernels.matmul_all_reduce(x, w, bias, ctx=ctx), want
 
 

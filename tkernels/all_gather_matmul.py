@@ -17,7 +17,6 @@ the landing, which the copy engine writes into (tkernels.comm.mail).
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -41,7 +40,6 @@ from tkernels.gemm import (
     check_operands,
     check_result,
     known_multiple,
-    matmul_reference,
     multiply,
     slices_of,
     tile_of,
@@ -555,10 +553,3 @@ def _collect(state, inbox, parity_rows: int, x, gathered, first_row: int, M: int
         (x, gathered, inbox, parity_rows * K, state, first_row * K, (first_row + x.shape[0]) * K, M * K),
         ("x", "gathered"), BLOCK=block, ALIGN=16 if aligned else itemsize, num_warps=8,
     )  # fmt: skip
-
-
-def all_gather_matmul_reference(group, x_shard_m, w, bias=None, activation=None) -> torch.Tensor:
-    """The same with torch.distributed, in fp64: every rank's rows gathered, then one matmul."""
-    shards = [None] * group.size()
-    torch.distributed.all_gather_object(shards, x_shard_m.cpu(), group=group)
-    return matmul_reference(torch.cat(shards).to(w.device), w, bias, activation)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tkernels.activations import ACTIVATIONS, activate, activate_in_place, activation_reference, check_activation
+from tkernels.activations import ACTIVATIONS, activate, activate_in_place, check_activation
 from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_dense, check_out, check_resolved, check_tensors, check_type
@@ -671,13 +671,3 @@ def plan_finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str 
 def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:
     """Zeros in place of an operand without columns: kernels store a tile after its last step along K."""
     return matrix.new_zeros((matrix.shape[0], 16))
-
-
-def matmul_reference(x, w, bias=None, activation=None) -> torch.Tensor:
-    """`matmul` in torch, in fp64 [M, N]: the ground truth of tests and benchmarks."""
-    return finish_reference(x.double() @ w.double().t(), bias, activation)
-
-
-def finish_reference(total, bias, activation) -> torch.Tensor:
-    """activation(total + bias) in torch, of a total in fp64."""
-    return activation_reference(total if bias is None else total + bias.double(), activation)

@@ -69,9 +69,7 @@ from tkernels.gemm import (
     Tile,
     check_dtype,
     check_result,
-    finish_reference,
     known_multiple,
-    matmul_reference,
     slices_of,
     staging,
     tile_of,
@@ -687,16 +685,3 @@ def _copied(
             tiles = 0 if step or row % block_m else tiles_m * tiles_n
             sends.append(Send(target, "y", first, to, num_bytes, ctx.size + ctx.rank, chunks, counter, tiles))
     return sends
-
-
-def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:
-    """The same with torch.distributed, in fp64: the local GEMMs of all ranks summed, then this rank's rows."""
-    value = matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias, activation)
-    return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
-
-
-def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
-    """The same, with all rows on every rank."""
-    products = [None] * group.size()
-    torch.distributed.all_gather_object(products, matmul_reference(x_shard_k, w_shard_k).cpu(), group=group)
-    return finish_reference(sum(products).to(x_shard_k.device), bias, activation)
