@@ -104,128 +104,120 @@ SHAPES = {
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 REDUCTIONS = FUSED[1:]
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+E4M3 = "float8_e4m3fn"
 UNEVEN_ROWS = {2: (512, 511), 4: (256, 256, 256, 255), 8: (*[128] * 7, 127)}
-UNEVEN = {ranks: {"shape": (1023, 1024, 1024), "rows": rows} for ranks, rows in UNEVEN_ROWS.items()}
 COLLECTIVE_SHAPES = {  # in chunks, and as packets
     "aligned": (4096, 1, 1024),
     "unaligned": (4092, 1, 1001),
     "small": (16, 1, 1024),
     "small_unaligned": (12, 1, 1001),
 }
+WORDS = {  # of a product's label: what its case has by them
+    **{label: {"shape": shape} for label, shape in SHAPES.items()},
+    "unaligned_N": {"shape": (1024, 1001, 1024), "bias": True},
+    "unaligned_K": {"shape": (1024, 1024, 1001), "bias": True},
+    "staged": {"shape": SHAPES["unaligned"], "bias": True},
+    **{name: {"activation": name, "bias": True} for name in ("relu", "gelu", "gelu_tanh", "silu")},
+    "float32": {"out": "float32", "wire": "float32"},
+    "float32_out": {"out": "float32"},
+    "float32_wire": {"wire": "float32"},
+    "fp8_wire": {"wire": E4M3},
+    "puts": {"put_block": max(CHANGES["put_block"])},
+    "row": {},
+    "eights": {},
+    "tensor": {"scales": "tensor"},
+    **{flag: {flag: True} for flag in (
+        "w_transposed", "x_transposed", "misaligned", "tf32", "traced", "copied", "interleaved", "landing", "parts",
+        "precise",
+    )},
+}  # fmt: skip
+
+
+def product(operation: str, dtype: str, label: str, ranks: int, **options) -> Case:
+    """The case of a product that the words of its label describe: WORDS, and "uneven" parts of its rows."""
+    found = re.findall("|".join(sorted(("uneven", *WORDS), key=len, reverse=True)), label)
+    assert "_".join(found) == label, label
+    said = {name: value for word in found for name, value in WORDS.get(word, {}).items()}
+    if "uneven" in found:
+        said |= {"shape": (1023, 1024, 1024), "rows": UNEVEN_ROWS[ranks]}
+    if dtype == E4M3 and "unaligned" in found:  # K must be whole 16 bytes
+        said["shape"] = (1020, 1001, 1008)
+    return Case(operation, dtype, label, ranks=ranks, **said | options)
+
+
+def products(operation: str, labels: str, dtypes: str = "bfloat16", ranks: tuple = (4,), **options) -> list[Case]:
+    """One for each rank number, dtype and label, in words. `matmul` is on one rank alone."""
+    ranks = (1,) if operation == "matmul" else ranks
+    each = itertools.product(ranks, dtypes.split(), labels.split() or [""])
+    return [product(operation, dtype, label, number, **options) for number, dtype, label in each]
+
+
+def of_shapes(ending: str, shapes=SHAPES) -> str:
+    """The labels of cases of all shapes, or of these."""
+    return " ".join(shape + ending for shape in shapes)
 
 
 def _cases() -> list[Case]:
-    cases = []
+    cases, both = [], "bfloat16 float32"
     for operation in ("matmul", *FUSED):
-        ranks = 1 if operation == "matmul" else 4
-        for dtype in ("bfloat16", "float32"):
-            for label, shape in SHAPES.items():
-                cases.append(Case(operation, dtype, label, shape, ranks))
-        for label in ("large", "unaligned"):
-            cases.append(Case(operation, "float16", label, SHAPES[label], ranks))
-        for activation in ("relu", "gelu", "gelu_tanh", "silu"):
-            cases.append(Case(operation, label=activation, ranks=ranks, activation=activation, bias=True))
-        cases.append(Case(operation, "float32", "gelu", ranks=ranks, activation="gelu", bias=True))
-        for dtype in ("bfloat16", "float32"):
-            cases.append(Case(operation, dtype, "w_transposed", ranks=ranks, w_transposed=True))
-        cases.append(Case(operation, label="misaligned", ranks=ranks, misaligned=True))
-        cases.append(Case(operation, label="unaligned_gelu", shape=SHAPES["unaligned"], ranks=ranks, activation="gelu",
-                          bias=True))  # fmt: skip
-        cases.append(Case(operation, label="unaligned_N", shape=(1024, 1001, 1024), ranks=ranks, bias=True))
-        cases.append(Case(operation, label="unaligned_K", shape=(1024, 1024, 1001), ranks=ranks, bias=True))
+        cases += products(operation, of_shapes(""), both)
+        cases += products(operation, "large unaligned", "float16")
+        cases += products(operation, "relu gelu gelu_tanh silu")
+        cases += products(operation, "gelu", "float32")
+        cases += products(operation, "w_transposed", both)
+        cases += products(operation, "misaligned unaligned_gelu unaligned_N unaligned_K")
         if operation != "all_gather_matmul":  # which makes its x contiguous
-            cases.append(Case(operation, label="x_transposed", ranks=ranks, x_transposed=True))
-        if ranks > 1:
-            for dtype in ("bfloat16", "float32"):
-                cases.append(Case(operation, dtype, "uneven", ranks=4, **UNEVEN[4]))
-            for others in (2, 8):
-                cases.append(Case(operation, label="uneven", ranks=others, **UNEVEN[others]))
-            cases.append(Case(operation, label="large", ranks=8))
-            cases.append(Case(operation, label="large", ranks=2))
-            cases.append(Case(operation, "float32", label="large", ranks=2))
-            cases.append(Case(operation, label="large", ranks=4, transport="nvshmem"))
-    float32 = {"out": "float32", "wire": "float32"}
+            cases += products(operation, "x_transposed")
+        if operation != "matmul":
+            cases += products(operation, "uneven", both)
+            cases += products(operation, "uneven", ranks=(2, 8))
+            cases += products(operation, "large", ranks=(8, 2))
+            cases += products(operation, "large", "float32", ranks=(2,))
+            cases += products(operation, "large", transport="nvshmem")
     for operation in ("matmul", *FUSED):
-        ranks = 1 if operation == "matmul" else 4
-        for label, shape in SHAPES.items():
-            cases.append(Case(operation, label=f"{label}_float32", shape=shape, ranks=ranks, **float32))
-        cases.append(Case(operation, "float16", "float32", ranks=ranks, bias=True, activation="gelu_tanh", **float32))
+        cases += products(operation, of_shapes("_float32"))
+        cases += products(operation, "float32", "float16", bias=True, activation="gelu_tanh")
     for operation in REDUCTIONS:
-        for label, shape in SHAPES.items():
-            cases.append(Case(operation, label=f"{label}_float32_wire", shape=shape, ranks=4, wire="float32"))
-        cases.append(Case(operation, label="uneven_float32_wire", ranks=4, wire="float32", **UNEVEN[4]))
-        finish = {"ranks": 4, "bias": True, "wire": "float32"}
-        cases.append(Case(operation, label="float32_wire_relu", activation="relu", **finish))
-        for dtype in ("bfloat16", "float16"):
-            cases.append(Case(operation, dtype, "float32_wire_gelu_tanh", activation="gelu_tanh", **finish))
-        for label, shape in list(SHAPES.items())[1:]:
-            cases.append(Case(operation, label=f"{label}_float32_wire_gelu_tanh", shape=shape, activation="gelu_tanh",
-                              **finish))  # fmt: skip
-        cases.append(Case(operation, label="uneven_float32_wire_gelu_tanh", activation="gelu_tanh", **finish,
-                          **UNEVEN[4]))  # fmt: skip
-        wide = {"shape": SHAPES["unaligned"], "activation": "gelu_tanh", **finish}
-        for way in ("traced", "copied"):
-            cases.append(Case(operation, label=f"unaligned_float32_wire_gelu_tanh_{way}", **wide, **{way: True}))
-        cases.append(Case(operation, label="float32_out", ranks=4, out="float32"))
-        cases.append(Case(operation, label="float32_wire", ranks=2, wire="float32"))
-        cases.append(Case(operation, label="float32_wire", ranks=4, transport="nvshmem", wire="float32"))
+        cases += products(operation, of_shapes("_float32_wire") + " uneven_float32_wire float32_wire_relu")
+        cases += products(operation, "float32_wire_gelu_tanh", "bfloat16 float16")
+        finished = "_float32_wire_gelu_tanh"
+        cases += products(operation, of_shapes(finished, ["narrow", "few_rows", "unaligned", "uneven"]))
+        cases += products(operation, f"unaligned{finished}_traced unaligned{finished}_copied")
+        cases += products(operation, "float32_out")
+        cases += products(operation, "float32_wire", ranks=(2,))
+        cases += products(operation, "float32_wire", transport="nvshmem")
     for operation in FUSED:
-        for dtype in ("bfloat16", "float32"):
-            for label in ("large", "unaligned"):
-                cases.append(Case(operation, dtype, f"{label}_traced", SHAPES[label], ranks=4, traced=True))
-        cases.append(Case(operation, label="large_traced", ranks=2, traced=True))
-        cases.append(Case(operation, label="large_traced", ranks=4, transport="nvshmem", traced=True))
+        cases += products(operation, "large_traced unaligned_traced", both)
+        cases += products(operation, "large_traced", ranks=(2,))
+        cases += products(operation, "large_traced", transport="nvshmem")
     for operation in FUSED:
-        for dtype, label in (("bfloat16", "large"), ("float32", "large"), ("bfloat16", "unaligned")):
-            cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
-        for label in ("large", "unaligned"):
-            cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
-        cases.append(Case(operation, label="large_puts", ranks=4, put_block=max(CHANGES["put_block"])))
-        cases.append(Case(operation, label="large_landing_traced", ranks=4, landing=True, traced=True))
-        cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
-        for ranks in (2, 4):
-            cases.append(Case(operation, label="staged", shape=SHAPES["unaligned"], ranks=ranks, bias=True))
-        for way in ("copied", "landing", "traced"):
-            cases.append(Case(operation, label=f"uneven_{way}", ranks=4, **UNEVEN[4], **{way: True}))
-    for operation, ranks in itertools.product(REDUCTIONS, (2, 4)):  # which copy in other pieces
-        interleaved = {"ranks": ranks, "interleaved": True}
-        for dtype, (label, shape) in itertools.product(("bfloat16", "float16", "float32"), SHAPES.items()):
-            cases.append(Case(operation, dtype, f"{label}_interleaved", shape, **interleaved))
-        for dtype in ("bfloat16", "float32"):
-            cases.append(Case(operation, dtype, "uneven_interleaved", **interleaved, **UNEVEN[ranks]))
-        for label, way in itertools.product(("large", "unaligned"), ("landing", "traced")):
-            cases.append(Case(operation, label=f"{label}_interleaved_{way}", shape=SHAPES[label], **interleaved,
-                              **{way: True}))  # fmt: skip
-        cases.append(Case(operation, label="float32_interleaved", **interleaved, **float32))
-        cases.append(Case(operation, label="float32_wire_interleaved", **interleaved, wire="float32"))
-        cases.append(Case(operation, label="float32_out_interleaved", **interleaved, out="float32"))
-        cases.append(Case(operation, label="gelu_interleaved", activation="gelu", bias=True, **interleaved))
-        cases.append(Case(operation, label="large_interleaved", **(interleaved | {"transport": "nvshmem"})))
+        cases += products(operation, "large_copied", both)
+        cases += products(operation, "unaligned_copied large_landing unaligned_landing large_puts large_landing_traced")
+        cases += products(operation, "large_copied", transport="nvshmem")
+        cases += products(operation, "staged", ranks=(2, 4))
+        cases += products(operation, "uneven_copied uneven_landing uneven_traced")
+    for operation, ranks in itertools.product(REDUCTIONS, ((2,), (4,))):  # which copy in other pieces
+        cases += products(operation, of_shapes("_interleaved"), "bfloat16 float16 float32", ranks)
+        cases += products(operation, "uneven_interleaved", both, ranks)
+        cases += products(operation, "large_interleaved_landing large_interleaved_traced", ranks=ranks)
+        cases += products(operation, "unaligned_interleaved_landing unaligned_interleaved_traced", ranks=ranks)
+        cases += products(operation, "float32_interleaved float32_wire_interleaved", ranks=ranks)
+        cases += products(operation, "float32_out_interleaved gelu_interleaved", ranks=ranks)
+        cases += products(operation, "large_interleaved", ranks=ranks, transport="nvshmem")
     for operation in REDUCTIONS:
-        many = {"shape": SHAPES["few_rows"], "ranks": 8, "interleaved": True}
-        cases.append(Case(operation, label="few_rows_interleaved", **many))
-        for way in ("landing", "traced"):
-            cases.append(Case(operation, label=f"few_rows_interleaved_{way}", **many, **{way: True}))
+        cases += products(operation, "few_rows_interleaved few_rows_interleaved_landing", ranks=(8,))
+        cases += products(operation, "few_rows_interleaved_traced", ranks=(8,))
     for operation in FUSED:
-        split = {"ranks": 4, "parts": True}
-        for dtype, (label, shape) in itertools.product(("bfloat16", "float32"), SHAPES.items()):
-            cases.append(Case(operation, dtype, f"{label}_parts", shape, **split))
-        for activation in ("relu", "gelu", "gelu_tanh", "silu"):
-            cases.append(Case(operation, label=f"{activation}_parts", activation=activation, bias=True, **split))
-        cases.append(Case(operation, label="w_transposed_gelu_parts", w_transposed=True, activation="gelu", bias=True,
-                          **split))  # fmt: skip
-        cases.append(Case(operation, label="uneven_parts", **split, **UNEVEN[4]))
-        cases.append(Case(operation, label="uneven_parts_copied", copied=True, **split, **UNEVEN[4]))
-        cases.append(Case(operation, label="float32_parts", **split, **float32))
-        for way in ("traced", "copied", "landing"):
-            cases.append(Case(operation, label=f"large_parts_{way}", **split, **{way: True}))
-        cases.append(Case(operation, label="large_parts", **(split | {"transport": "nvshmem"})))
-        for ranks in (2, 8):
-            cases.append(Case(operation, label="large_parts", **(split | {"ranks": ranks})))
+        cases += products(operation, of_shapes("_parts"), both)
+        cases += products(operation, "relu_parts gelu_parts gelu_tanh_parts silu_parts w_transposed_gelu_parts")
+        cases += products(operation, "uneven_parts uneven_parts_copied float32_parts")
+        cases += products(operation, "large_parts_traced large_parts_copied large_parts_landing")
+        cases += products(operation, "large_parts", transport="nvshmem")
+        cases += products(operation, "large_parts", ranks=(2, 8))
     for operation in COLLECTIVES:
         for label in ("aligned", "small"):
             cases.append(Case(operation, label=f"{label}_traced", shape=COLLECTIVE_SHAPES[label], ranks=4, traced=True))
-    cases.append(Case("matmul", "float32", "tf32", tf32=True))
+    cases += products("matmul", "tf32", "float32")
     cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
     for operation in ("stage", "unstage"):
         for dtype, columns in itertools.product(("bfloat16", "float16"), (1001, 8190)):
@@ -292,58 +284,44 @@ def _in_large_tiles(case: Case) -> Case:
 def _cases_of_other_gpus() -> list[Case]:
     cases = []
     for gpu in OTHER_GPUS:
-        there = {"ranks": 4, "gpu": gpu}
-        cases.append(Case("matmul", label="large", gpu=gpu))
-        cases.append(Case("matmul", "float32", "tf32", tf32=True, gpu=gpu))
-        for operation, label in itertools.product(FUSED[:2], ("large", "narrow", "few_rows")):
-            cases.append(Case(operation, label=label, shape=SHAPES[label], **there))
+        cases += products("matmul", "large", gpu=gpu)
+        cases += products("matmul", "tf32", "float32", gpu=gpu)
+        for operation in FUSED[:2]:
+            cases += products(operation, "large narrow few_rows", gpu=gpu)
         # With gelu Triton 3.9 spills 39 times for sm_100a, at 255 registers.
-        cases.append(Case("matmul_all_reduce", "float16", "relu_copied", activation="relu", copied=True, **there))
+        cases += products("matmul_all_reduce", "relu_copied", "float16", bias=False, gpu=gpu)
         if gpu.tensor_memory:
-            cases.append(Case("matmul_all_reduce", label="interleaved", ranks=2, interleaved=True, gpu=gpu))
+            cases += products("matmul_all_reduce", "interleaved", ranks=(2,), gpu=gpu)
         else:
-            cases.append(Case("matmul_reduce_scatter", label="large_parts", parts=True, **there))
+            cases += products("matmul_reduce_scatter", "large_parts", gpu=gpu)
         for label in ("aligned", "small"):
-            cases.append(Case("all_reduce", label=label, shape=COLLECTIVE_SHAPES[label], **there))
+            cases.append(Case("all_reduce", label=label, shape=COLLECTIVE_SHAPES[label], ranks=4, gpu=gpu))
     return cases
 
 
 def _fp8_cases() -> list[Case]:
-    cases, fp8 = [], "float8_e4m3fn"
-    shapes = SHAPES | {"unaligned": (1020, 1001, 1008)}  # K must be whole 16 bytes
+    cases = []
     for operation in FUSED:
-        for label, shape in shapes.items():
-            cases.append(Case(operation, fp8, f"{label}_row", shape, ranks=4))
-        cases.append(Case(operation, fp8, "large_tensor", ranks=4, scales="tensor"))
-        cases.append(Case(operation, fp8, "large_precise", ranks=4, precise=True))
-        cases.append(Case(operation, fp8, "gelu_tanh", ranks=4, activation="gelu_tanh", bias=True))
-        cases.append(Case(operation, fp8, "large_float32", ranks=4, out="float32", wire="float32"))
-        for way in ("copied", "landing", "parts", "traced"):
-            cases.append(Case(operation, fp8, f"large_{way}", ranks=4, **{way: True}))
-        for way in ("copied", "landing"):
-            cases.append(Case(operation, fp8, f"uneven_{way}", ranks=4, **UNEVEN[4], **{way: True}))
-        for ranks in (2, 8):
-            cases.append(Case(operation, fp8, "uneven", ranks=ranks, **UNEVEN[ranks]))
-        cases.append(Case(operation, fp8, "large", ranks=4, transport="nvshmem"))
-        cases.append(Case(operation, fp8, "large", ranks=4))  # beside those with marks, and over NVSHMEM
-        cases.append(Case(operation, "float8_e5m2", ranks=4))
+        cases += products(operation, of_shapes("_row") + " large_tensor large_precise gelu_tanh large_float32", E4M3)
+        cases += products(operation, "large_copied large_landing large_parts large_traced", E4M3)
+        cases += products(operation, "uneven_copied uneven_landing", E4M3)
+        cases += products(operation, "uneven", E4M3, ranks=(2, 8))
+        cases += products(operation, "large", E4M3, transport="nvshmem")
+        cases += products(operation, "large", E4M3)  # beside those with marks, and over NVSHMEM
+        cases += products(operation, "", "float8_e5m2")
     # Between two ranks, where all-reduces are interleaved by rule, tiles end with 11 spills, which cost less than is
     # saved (bench/LOG.md): more than the gates let pass.
     for operation in REDUCTIONS:
-        cases.append(Case(operation, fp8, "large_interleaved", ranks=4, interleaved=True))
-    for label, shape in shapes.items():
-        for scales in ("row", "tensor"):
-            cases.append(Case("matmul", fp8, f"{label}_{scales}", shape, scales=scales))
-        cases.append(Case("matmul", fp8, f"{label}_precise", shape, precise=True))
-        cases.append(Case("matmul", fp8, f"{label}_float32", shape, out="float32"))
-    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
-        cases.append(Case("matmul", fp8, label=activation, activation=activation, bias=True))
-    cases.append(Case("matmul", "float8_e5m2"))
+        cases += products(operation, "large_interleaved", E4M3)
+    for shape in SHAPES:
+        cases += products("matmul", f"{shape}_row {shape}_tensor {shape}_precise {shape}_float32", E4M3)
+    cases += products("matmul", "relu gelu gelu_tanh silu", E4M3)
+    cases += products("matmul", "", "float8_e5m2")
     cases.append(Case("quantize", label="rows_gated", shape=(1024, 1, 16384), activation="gelu"))
-    cases.append(Case("matmul_reduce_scatter", label="fp8_wire_copied", ranks=4, wire=fp8, copied=True))
-    cases.append(Case("matmul_all_reduce", fp8, "fp8_wire", ranks=4, wire=fp8))
+    cases += products("matmul_reduce_scatter", "fp8_wire_copied")
+    cases += products("matmul_all_reduce", "fp8_wire", E4M3)
     for operation in FUSED:  # rows of a multiple of 8 elements, not of 16, stored through pointers
-        cases.append(Case(operation, label="uneven_eights", ranks=2, **UNEVEN[2] | {"shape": (1023, 1000, 1024)}))
+        cases += products(operation, "uneven_eights", ranks=(2,), shape=(1023, 1000, 1024))
     for columns in (1001, 1024):
         cases.append(Case("straighten", label=str(columns), shape=(1001, 1, columns), x_transposed=True))
     return cases
