@@ -488,18 +488,6 @@ def announce_kernel(state, table, rank, call, L):
 # fmt: on
 
 
-class Piece(NamedTuple):
-    """What is moved of each rank's part at a time: the elements from `first` on. parts, starts: as in `part_table`."""
-
-    first: int
-    parts: list[int]
-    starts: list[int]
-
-    def of(self, rank: int, part: torch.Tensor) -> torch.Tensor:
-        """The elements of this piece in a rank's part."""
-        return part.view(-1)[self.first : self.first + self.parts[rank]]
-
-
 class CollectiveCall(NamedTuple):
     """A call of a collective, of x and out, which may be None. Operations can prepare it as a part of their own calls.
 
@@ -535,16 +523,32 @@ class CollectiveCall(NamedTuple):
 
         return run
 
-    def in_pieces(self, ctx: Context, parts: list[int], itemsize: int) -> tuple[list[Piece], CollectiveConfig]:
-        """What is moved at a time, all or a piece of each rank's part; and how, which is the same for all."""
+    def bind_rows(self, ctx: Context, x: torch.Tensor, out, rows, dtypes, bind, cut):
+        """The launch that moves all of every rank's rows or, where the heap has no room for that, a piece at a time.
+
+        bind(parts, config): the launch of a piece, which takes what cut(x, out, piece) returns; the piece is a slice of
+        this rank's elements. dtypes: as of `_Parts`.
+        """
+        parts, itemsize = [count * math.prod(x.shape[1:]) for count in rows], x.element_size()
         step, config = max(*parts, 1), self.config
         if not inboxes_fit(ctx.heap, ctx.size * step * itemsize, config.copies(step * itemsize, ctx)):
             step, config = self.step(ctx, step, itemsize, itemsize)
-        pieces = [
-            Piece(first, [min(max(part - first, 0), step) for part in parts], [at + first for at in starts_of(parts)])
-            for first in range(0, max(*parts, 1), step)
-        ]
-        return pieces, config
+        pieces = [slice(first, first + step) for first in range(0, max(*parts, 1), step)]
+
+        def bind_piece(piece):
+            sizes = [min(max(part - piece.start, 0), step) for part in parts]
+            starts = [start + piece.start for start in starts_of(parts)]
+            return bind(_Parts(ctx, sizes, x, out, dtypes, self.max_programs, starts), config)
+
+        if len(pieces) == 1:
+            return bind_piece(pieces[0])
+        launches = ctx.workspace().settled(lambda: [*map(bind_piece, pieces)])
+
+        def launch(x, out):
+            for piece, launch in zip(pieces, launches, strict=True):
+                launch(*cut(x, out, piece))
+
+        return launch
 
     def step(self, ctx: Context, part: int, itemsize: int, widest: int) -> tuple[int, CollectiveConfig]:
         """Elements of a part of so many that are moved at a time, and how: the last ones as those before.
@@ -613,15 +617,10 @@ class AllGather(CollectiveCall):
 
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
-        bits, width = _BITS[x.element_size()], math.prod(x.shape[1:])
-        parts = [count * width for count in rows]
-        pieces, config = self.in_pieces(ctx, parts, x.element_size())
-
-        def bind(piece):
-            moved = _Parts(ctx, piece.parts, x, out, (bits, bits), self.max_programs, piece.starts)
-            return moved.gather(config)
-
-        return _bind_all(ctx, pieces, bind, lambda piece, x, out: (piece.of(ctx.rank, x), out))
+        dtypes = (_BITS[x.element_size()],) * 2
+        return self.bind_rows(
+            ctx, x, out, rows, dtypes, _Parts.gather, cut=lambda x, out, piece: (x.view(-1)[piece], out)
+        )
 
 
 def reduce_scatter(
@@ -659,15 +658,10 @@ class ReduceScatter(CollectiveCall):
         return rows, (rows[ctx.rank], *x.shape[1:]), dtype, -sum(rows[: ctx.rank])
 
     def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
-        width = math.prod(x.shape[1:])
-        parts = [count * width for count in rows]
-        pieces, config = self.in_pieces(ctx, parts, x.element_size())
-
-        def bind(piece):
-            moved = _Parts(ctx, piece.parts, x, out, (x.dtype, dtype), self.max_programs, piece.starts)
-            return moved.reduce(OP_REDUCE_SCATTER, config)
-
-        return _bind_all(ctx, pieces, bind, lambda piece, x, out: (x, piece.of(ctx.rank, out)))
+        reduce = lambda parts, config: parts.reduce(OP_REDUCE_SCATTER, config)  # noqa: E731
+        return self.bind_rows(
+            ctx, x, out, rows, (x.dtype, dtype), reduce, cut=lambda x, out, piece: (x, out.view(-1)[piece])
+        )
 
 
 def all_reduce(
@@ -782,19 +776,6 @@ def bind_empty(ctx: Context):
 
 def _bind_meeting(ctx: Context, kernel):
     return ctx.bind_call(kernel, 1, ctx.workspace().reserve(num_chunks=1), OP_BARRIER, num_warps=1)
-
-
-def _bind_all(ctx: Context, pieces: list[Piece], bind, cut):
-    """The launch of all pieces, by bind(piece) of each, which takes what cut(piece, x, out) returns."""
-    if len(pieces) == 1:
-        return bind(pieces[0])
-    launches = ctx.workspace().settled(lambda: [bind(piece) for piece in pieces])
-
-    def launch(x, out):
-        for piece, launch in zip(pieces, launches, strict=True):
-            launch(*cut(piece, x, out))
-
-    return launch
 
 
 class _Parts:
