@@ -1569,6 +1569,37 @@ def test_fully_shard_tells_an_optimizer_that_was_made_before_it(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("when", ["before the first forward", "after it"])
+def test_fully_shard_tells_an_optimizer_of_what_was_added_after_it(ctx, when):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    alone, x = model[0].bias, torch.full((4,), ctx.rank + 1.0, device=ctx.device)
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh_of(ctx), ignored_params={alone})
+    if when == "after it":
+        model(x).sum().backward()
+        model.zero_grad()
+    model[1] = nn.Linear(4, 4).to(ctx.device)
+    model[2] = nn.Sequential(model[2], nn.Linear(4, 4).to(ctx.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="an optimizer has 1.weight, which was added after .* by its own"):
+        optimizer.step()
+
+    for module in (model[1], model[2][1]):  # the way out
+        fully_shard(module, mesh=mesh_of(ctx))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model(x).sum().backward()
+    optimizer.step()
+    for module in (model[1], model[2][1]):
+        whole = [parameter.full_tensor() for parameter in module.parameters()]
+        assert all(torch.equal(*ctx.group.gather(each.cpu())) for each in whole)
+    other = nn.Linear(4, 4)
+    other(torch.ones(4)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # of another model
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fully_shard_tells_an_optimizer_of_what_a_forward_has_gathered(ctx, strategy):
     model = nn.Linear(4, 4).to(ctx.device)

@@ -44,6 +44,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from tkernels.comm import LeaseError
@@ -52,6 +53,7 @@ from tkernels.layers.data_parallel.param_group import DataParallelRanks, Paramet
 from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
 from tkernels.layers.data_parallel.wire import stream_beside
 from tkernels.layers.lease import Keepalive, Lease, Slot
+from tkernels.layers.owners import owner_of
 
 KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # leaves of outputs; any other type may hide tensors
 
@@ -132,6 +134,7 @@ class Engine:
         # backward of the step has reduced.
         self._version, self._fresh, self._reduced = 0, True, False
         self.is_last_backward = True
+        _engines.add(self)
 
     @property
     def slots(self) -> list[Slot]:
@@ -289,6 +292,27 @@ class Engine:
             for group in unit.groups:
                 group.forget_gradients()
 
+    def check_step(self, parameters: set):
+        """Called before an optimizer's first step, with its parameters. Raises ValueError for one that no unit reduces.
+
+        One that is another mesh's DTensor is that mesh's to reduce, and what has an owner is the owner's.
+        """
+        others = {each for each in parameters if each.requires_grad and owner_of(each) is None}
+        if not others or self.root.resident or self.root.engine is not self or self.root.ranks.mesh.size() == 1:
+            return
+        known = (parameter for unit in self.units for group in unit.groups for parameter in group.parameters)
+        others -= {each for parameter in known for each in (parameter.sharded, parameter.whole)}
+        ranks = set(self.root.ranks.mesh.mesh.flatten().tolist())
+        ignored = {module._parameters.get(attribute) for unit in self.units for module, attribute in unit.ignored}
+        for name, each in (named for module in self.root.modules for named in module.named_parameters()):
+            elsewhere = isinstance(each, DTensor) and ranks <= set(each.device_mesh.mesh.flatten().tolist())
+            if each in others and each not in ignored and not elsewhere:
+                raise ValueError(
+                    f"fully_shard: an optimizer has {name}, which was added after the model was sharded, so that each "
+                    f"rank would train it by its own gradient; add it before, or call fully_shard on the new module "
+                    f"too, and make the optimizer afterwards"
+                )
+
     # Memory
 
     def _plan(self):
@@ -430,6 +454,7 @@ class Unit:
         self.reshard_after_forward, self.strategy, self.device = reshard_after_forward, strategy, device
         self.name, self.contains, self.engine = type(modules[0]).__name__ if modules else "resident", False, None
         self.sync, self.reshard_after_backward, self.kept = True, True, False
+        self.ignored: list[tuple[nn.Module, str]] = []  # places of parameters that it leaves alone
         self.forward_prefetch, self.backward_prefetch, self.exposed = [], [], False
         self.leases, self.uses, self.missing, self.begun, self.owing = {}, 0, set(), False, set()
         self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive
@@ -775,6 +800,21 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx, *gradients):
         ctx.call.end()
         return None, *gradients
+
+
+_engines = weakref.WeakSet()  # all in whose models an optimizer may have parameters
+_checked = weakref.WeakKeyDictionary()  # optimizers, with the number of parameters that they had
+
+
+@register_optimizer_step_pre_hook
+@torch._disable_dynamo
+def _before_step(optimizer, *_):
+    number = sum(len(group["params"]) for group in optimizer.param_groups)
+    if (engines := list(_engines)) and _checked.get(optimizer) != number:
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for engine in engines:
+            engine.check_step(parameters)
+        _checked[optimizer] = number
 
 
 _UNIT = "_tkernels_unit"  # on a module

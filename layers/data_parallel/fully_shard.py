@@ -138,6 +138,8 @@ def fully_shard(
     ]
     options = STRATEGIES[strategy], Options(prefetch, overlap)
     unit = Unit(modules, groups, ranks, mp_policy, reshard_after_forward, *options, device)
+    for part in managed if ignored_params else ():
+        unit.ignored += [(part, name) for name, each in part._parameters.items() if each in ignored_params]
     for group in groups:
         own([parameter.sharded for parameter in group.parameters], unit)
     for part in managed:
