@@ -38,7 +38,7 @@ from tkernels.layers import (
     parallelize,
     parallelize_module,
 )
-from tkernels.testing.compare import integers, normal
+from tkernels.testing.compare import assert_close_to, integers, normal
 
 HIDDEN, FEATURES, VOCABULARY = 8, 12, 10  # over 2, 3 and 4 ranks: some uneven
 BATCH, SEQUENCE = 2, 8
@@ -965,3 +965,60 @@ def test_parallelize_module_differentiates_penalties_on_gradients(ctx, split):
     for mine, want in zip(got, penalty(twin, x.double()), strict=True):
         if want is not None:  # the last bias has no part in any gradient
             assert_near(mine, want, "penalty")
+
+
+class Stacked(nn.Module):
+    """Ten blocks: more than dynamo recompiles a frame for."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.gate = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(8, 16)
+            self.down = nn.Linear(16, 8)
+
+        def forward(self, x):
+            normed = self.norm(x)
+            return x + self.down(self.up(normed) * self.gate(normed).sigmoid())
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(10))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", ["torch's", "Megatron's"])
+def test_parallelize_lets_all_blocks_be_compiled_as_one_and_for_good(ctx, words):
+    column, row = ("colwise", "rowwise") if words == "torch's" else ("column", "row")
+
+    def trained(compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = parallelize(Stacked().to(ctx.device), {"*.up": column, "*.gate": column, "*.down": row}, ctx)
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        for block in model.blocks if compiled else ():
+            block.compile(backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(10):  # the check compares gradients in steps 1, 2, 4 and 8
+                x = normal((4, 8), torch.float32, step).to(ctx.device).requires_grad_()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [getattr(each, "_local_tensor", each).detach() for each in model.parameters()], len(graphs)
+
+    want, none = trained(False)
+    got, graphs = trained(True)
+    torch._dynamo.reset()
+    assert none == 0 and 1 <= graphs <= 2, graphs  # those of one block
+    for each, other in zip(got, want, strict=True):
+        assert_close_to(each, other.double(), terms=4096)

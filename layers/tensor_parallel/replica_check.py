@@ -239,12 +239,14 @@ class ReplicaCheck:
         found = Found(*(_judgeable(by_rank) for by_rank in zip(*ranks, strict=True)))
         self._judge(found)
         self._comparisons += 1
-        # An output that has had no gradient by now is of a layer that is frozen, or never used.
-        outputs = self._output_hooks if self._comparisons == 4 else found.outputs
-        for hooks, seen in ((self._output_hooks, outputs), (self._input_hooks, found.inputs)):
+        for hooks, seen in ((self._output_hooks, found.outputs), (self._input_hooks, found.inputs)):
             for path in hooks.keys() & seen.keys():
                 if (hook := hooks.pop(path)) is not None:  # a copy of the model doesn't know its hooks
                     hook.remove()
+        if self._comparisons == 4:
+            # Layers whose output has had no gradient by now are frozen, never used or compiled. Their hooks stay and do
+            # nothing: without them what is compiled would be compiled again.
+            self._output_hooks.clear()
         for name in found.gradients.keys() & self._handles.keys():
             self._handles.pop(name).remove()
         self._done()

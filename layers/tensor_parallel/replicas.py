@@ -31,7 +31,7 @@ class ReplicatedParameters:
         self._parameters, self._lent = {}, False  # that forward finds replaced, and whether the parent's forward does
         self.has_reader = False  # ReadsChildren of a parent
         register_first(module, self._before)  # spectral_norm's hook reads parameters
-        module.register_forward_hook(self._after, always_call=True)
+        register_always(module, self._after)
 
     def _before(self, module, args):
         if not self._lent:
@@ -119,7 +119,7 @@ class ReadsChildren:
     def __init__(self, module: nn.Module, children: list[tuple[nn.Module, ReplicatedParameters]]):
         self._children = children
         module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after, always_call=True)
+        register_always(module, self._after)
 
     def _before(self, module, _):
         for child, hooks in self._children:
@@ -152,6 +152,18 @@ def register_first(module: nn.Module, hook: Callable):
     hooks.clear()
     module.register_forward_pre_hook(hook)
     hooks.update(others)
+
+
+def register_always(module: nn.Module, hook: Callable):
+    """Register a forward hook that is called after a failure too, for good, by a number of this module's own.
+
+    torch.compile guards on that number. torch counts over all modules, so that each block of a model would be compiled
+    anew, and from the ninth one on none.
+    """
+    handle = module.register_forward_hook(hook, always_call=True)
+    number = min(0, *module._forward_hooks) - 1
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        hooks[number] = hooks.pop(handle.id)
 
 
 def _calls(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from tkernels.comm import find_context
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe
 from tkernels.layers.tensor_parallel.functions import copy_to_tensor_model_parallel_region
 from tkernels.layers.tensor_parallel.modules import ColwiseLinear, float8_products, gathered_products
+from tkernels.layers.tensor_parallel.replicas import register_always
 from tkernels.layers.tensor_parallel.styles import ColwiseParallel
 
 
@@ -100,7 +101,7 @@ class Share(ParallelStyle):
                 siblings = Siblings(linears, recipe)
                 for linear in linears:
                     linear._siblings = siblings
-                module.register_forward_hook(siblings.forget, always_call=True)
+                register_always(module, siblings.forget)
         return module
 
 
