@@ -1569,6 +1569,19 @@ def test_fully_shard_tells_an_optimizer_that_was_made_before_it(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("named", [False, True])
+def test_fully_shard_refuses_a_mesh_that_is_not_of_one_with_that_of_the_split_layers(ctx, named):
+    """Before anything has changed: of a mesh without names, or of the same dimension."""
+    mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    tkernels.layers.parallelize(model, {"0": "colwise", "1": "rowwise"}, mesh["tp"] if named else ctx)
+    weight = model[0].weight
+    with pytest.raises(ValueError, match="fully_shard: 0.weight is split over .* can't be put beside .* make one mesh"):
+        fully_shard(model, mesh=mesh["tp" if named else "dp"])
+    assert model[0].weight is weight and not isinstance(model, FSDPModule)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["before the first forward", "after it"])
 def test_fully_shard_tells_an_optimizer_of_what_was_added_after_it(ctx, when):
     torch.manual_seed(0)

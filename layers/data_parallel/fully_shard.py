@@ -109,7 +109,7 @@ def fully_shard(
         for part in managed:
             _check_module(part)
         for name, homes in places.items():
-            _check_parameter(name, _parameter_at(homes), mp_policy)
+            _check_parameter(name, _parameter_at(homes), mp_policy, ranks.mesh)
     options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
     parameters = {name: _parameter_at(homes) for name, homes in places.items()}
     layouts = {name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters.items()}
@@ -436,7 +436,7 @@ def _check_module(module: nn.Module):
         )
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy):
+def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy, mesh: DeviceMesh):
     if parameter.dim() == 0 or parameter.numel() == 0:
         raise ValueError(
             f"fully_shard: {name} of shape {tuple(parameter.shape)} has no rows to split; give it a dimension and an "
@@ -459,5 +459,15 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
             f"fully_shard: {name}: gradients are summed in float32, float16 or bfloat16, not {reduce_dtype}; pass one "
             f"as reduce_dtype= of mp_policy"
         )
-    if isinstance(parameter, DTensor) and any(isinstance(p, Partial) for p in parameter.placements):
+    if not isinstance(parameter, DTensor):
+        return
+    if any(isinstance(p, Partial) for p in parameter.placements):
         raise ValueError(f"fully_shard: {name} is a sum that is still to be made, {parameter.placements}")
+    try:
+        DeviceMesh._concatenate([mesh, parameter.device_mesh])
+    except (TypeError, RuntimeError) as error:  # without names, of another mesh, or of the same dimension
+        raise ValueError(
+            f"fully_shard: {name} is split over {parameter.device_mesh}, which {mesh} can't be put beside ({error}); "
+            f"make one mesh, as by init_device_mesh(device_type, (dp, tp), mesh_dim_names=('dp', 'tp')), and pass "
+            f"mesh['tp'] to what splits layers, mesh['dp'] here"
+        ) from error
