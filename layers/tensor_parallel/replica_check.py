@@ -258,7 +258,8 @@ class ReplicaCheck:
                 f"parallelize: the input of {listed(unlike)} differs between ranks, although each has a part of the "
                 f"layer and takes all of the input. Ranks that share a model have different batches, or random masks: "
                 f"give them the same (ranks of the data-parallel dimension alone have their own), and seed them alike. "
-                f"Or the input is a part of a sequence, and the plan is to say so (sequence_parallel, or a style's "
+                f"Or a row layer before it has an adapter that was added afterwards: add it before parallelize. Or the "
+                f"input is a part of a sequence, and the plan is to say so (sequence_parallel, or a style's "
                 f"input_layouts=Shard(...))"
             )
         if same := _equal(found.summands):
