@@ -144,11 +144,10 @@ def _process_group(mesh, what: str) -> dist.ProcessGroup:
     """The process group of a mesh of one dimension, or the one that was given; raises what `as_context` does."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
-            names = mesh.mesh_dim_names or ("tp",)
-            raise ValueError(
-                f"{what}: the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, as "
-                f"mesh[{names[-1]!r}], or all as one, mesh._flatten()"
-            )
+            names, way_out = mesh.mesh_dim_names, "make it with mesh_dim_names=, and pass one of them"
+            if names:
+                way_out = f"pass one of them, as mesh[{names[-1]!r}], or all as one, mesh._flatten()"
+            raise ValueError(f"{what}: the mesh has {mesh.ndim} dimensions, {names}; {way_out}")
         place = mesh.get_coordinate()
         if place is not None:
             group = mesh.get_group()

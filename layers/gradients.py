@@ -142,12 +142,12 @@ def _check_mark(parameter: torch.Tensor, ctx: Context | None):
 
     And, where these are no ranks, for a parameter that is split.
     """
-    if ctx is None and is_split(parameter):
-        raise ValueError(
-            "clip_grad_norm_: some parameters are split over tensor-parallel ranks (tensor_model_parallel), but the "
-            "current context has stages of pipeline=; pass mesh=, the ranks that layers are split over"
-        )
     if ctx is None:
+        if is_split(parameter):
+            raise ValueError(
+                "clip_grad_norm_: some parameters are split over tensor-parallel ranks (tensor_model_parallel), but "
+                "the current context has stages of pipeline=; pass mesh=, the ranks that layers are split over"
+            )
         return
     if not isinstance(parameter, DTensor) or hasattr(parameter, "tensor_model_parallel") or owner_of(parameter, Unit):
         return

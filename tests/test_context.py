@@ -623,6 +623,8 @@ def test_as_context_finds_or_makes_the_context_of_a_mesh_or_group(ctx):
         assert own.size == 1 and as_context(mesh["dp"]) is dp
     with pytest.raises(ValueError, match="all_reduce: ctx: the mesh has 2 dim.*pass one of them, as mesh.*_flat"):
         tkernels.all_reduce(one, ctx=mesh)
+    with pytest.raises(ValueError, match="the mesh has 2 dimensions, None; make it with mesh_dim_names="):
+        tkernels.all_reduce(one, ctx=init_device_mesh(ctx.device.type, (1, 2)))
     with pytest.raises(ValueError, match=r"^parallelize: mesh: .* the ranks \[1, 0\], in another order than their"):
         layers.parallelize(torch.nn.Linear(2, 2), {}, DeviceMesh(ctx.device.type, [1, 0]))
     for alone in (dist.new_group([0]), DeviceMesh(ctx.device.type, [0])):

@@ -1607,6 +1607,10 @@ def test_fully_shard_tells_an_optimizer_of_what_was_added_after_it(ctx, when):
     for module in (model[1], model[2][1]):
         whole = [parameter.full_tensor() for parameter in module.parameters()]
         assert all(torch.equal(*ctx.group.gather(each.cpu())) for each in whole)
+    model[1] = nn.Linear(4, 4).to(ctx.device)
+    optimizer.param_groups[0]["params"] = list(model.parameters())  # as many as before
+    with pytest.raises(ValueError, match="an optimizer has 1.weight"):
+        optimizer.step()
     other = nn.Linear(4, 4)
     other(torch.ones(4)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()  # of another model

@@ -134,7 +134,8 @@ class Engine:
         # backward of the step has reduced.
         self._version, self._fresh, self._reduced = 0, True, False
         self.is_last_backward = True
-        _engines.add(self)
+        if not root.resident:
+            _engines.add(self)
 
     @property
     def slots(self) -> list[Slot]:
@@ -292,21 +293,19 @@ class Engine:
             for group in unit.groups:
                 group.forget_gradients()
 
-    def check_step(self, parameters: set):
-        """Called before an optimizer's first step, with its parameters. Raises ValueError for one that no unit reduces.
+    def check_step(self, free: set):
+        """Called before an optimizer's step. Raises ValueError if one of these parameters is this model's.
 
-        One that is another mesh's DTensor is that mesh's to reduce, and what has an owner is the owner's.
+        free: the optimizer's that have no owner. One that is a DTensor over these ranks is that mesh's to reduce.
         """
-        others = {each for each in parameters if each.requires_grad and owner_of(each) is None}
-        if not others or self.root.resident or self.root.engine is not self or self.root.ranks.mesh.size() == 1:
+        if self.root.engine is not self or self.root.ranks.mesh.size() == 1:
             return
-        known = (parameter for unit in self.units for group in unit.groups for parameter in group.parameters)
-        others -= {each for parameter in known for each in (parameter.sharded, parameter.whole)}
+        left = {module._parameters.get(attribute) for unit in self.units for module, attribute in unit.ignored}
+        left |= {parameter.whole for unit in self.units for group in unit.groups for parameter in group.parameters}
         ranks = set(self.root.ranks.mesh.mesh.flatten().tolist())
-        ignored = {module._parameters.get(attribute) for unit in self.units for module, attribute in unit.ignored}
         for name, each in (named for module in self.root.modules for named in module.named_parameters()):
             elsewhere = isinstance(each, DTensor) and ranks <= set(each.device_mesh.mesh.flatten().tolist())
-            if each in others and each not in ignored and not elsewhere:
+            if each in free and each not in left and not elsewhere:
                 raise ValueError(
                     f"fully_shard: an optimizer has {name}, which was added after the model was sharded, so that each "
                     f"rank would train it by its own gradient; add it before, or call fully_shard on the new module "
@@ -803,18 +802,16 @@ class _Inputs(torch.autograd.Function):
 
 
 _engines = weakref.WeakSet()  # all in whose models an optimizer may have parameters
-_checked = weakref.WeakKeyDictionary()  # optimizers, with the number of parameters that they had
 
 
 @register_optimizer_step_pre_hook
 @torch._disable_dynamo
 def _before_step(optimizer, *_):
-    number = sum(len(group["params"]) for group in optimizer.param_groups)
-    if (engines := list(_engines)) and _checked.get(optimizer) != number:
-        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for engine in engines:
-            engine.check_step(parameters)
-        _checked[optimizer] = number
+    if engines := list(_engines):  # 0.24 ms for 1000 parameters, which have owners
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        free = {parameter for parameter in parameters if parameter.requires_grad and owner_of(parameter) is None}
+        for engine in engines if free else ():
+            engine.check_step(free)
 
 
 _UNIT = "_tkernels_unit"  # on a module

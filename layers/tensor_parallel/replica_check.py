@@ -94,9 +94,9 @@ class ReplicaCheck:
             hooks = ReplicatedParameters.of(module)
             sums += [hooks] if hooks is not None and hooks.sum_gradients else []
             summing += [(f"{path}." if path else "", each) for each in sums]
-            if _has_whole_output(module) and not sums:
+            if _has_parts(module) and _has_whole_output(module) and not sums:
                 outputs[path] = module
-            if _takes_whole_input(module):
+            if _has_parts(module) and _takes_whole_input(module):
                 inputs[path] = module
         check = cls(
             context,
@@ -175,8 +175,8 @@ class ReplicaCheck:
 
     def _watch_input(self, path: str, module, inputs, output):
         """Hook on a split module: look at its whole input, in forwards 1, 2, 4, 8 and so on that have a backward."""
-        y = output[0] if isinstance(output, tuple) else output
-        if not self._looks() or path not in self._input_hooks or not getattr(y, "requires_grad", False):
+        y = _differentiable(output)
+        if y is None or path not in self._input_hooks or not self._looks():
             return
         x, count = next(iter(inputs), None), self._forwards.get(path, 0) + 1
         self._forwards[path] = count
@@ -189,8 +189,8 @@ class ReplicaCheck:
 
     def _watch_output(self, path: str, module, inputs, output):
         """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
-        y = output[0] if isinstance(output, tuple) else output
-        if not _traced() and path in self._output_hooks and isinstance(y, torch.Tensor) and y.requires_grad:
+        y = _differentiable(output)
+        if y is not None and path in self._output_hooks:
             y.register_hook(functools.partial(self._output_arrived, path))
 
     def _output_arrived(self, path: str, grad: torch.Tensor):
@@ -327,10 +327,19 @@ class ReplicaCheck:
         return done
 
 
+def _differentiable(output) -> torch.Tensor | None:
+    """The tensor that a module has returned, alone or before others, if it takes a gradient; None in a trace."""
+    y = output[0] if isinstance(output, tuple) else output
+    return y if not _traced() and isinstance(y, torch.Tensor) and y.requires_grad else None
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Whether each rank has a part of a module's own parameters."""
+    return any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None)
+
+
 def _has_whole_output(module: nn.Module) -> bool:
     """Whether a module of which each rank has a part returns all of its output on each."""
-    if not any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None):
-        return False
     if (layout := getattr(module, "_layout", None)) is not None:
         return layout.output.is_replicate()
     return not getattr(module, "sequence_parallel", True) and getattr(module, "gather_output", True)
@@ -338,8 +347,6 @@ def _has_whole_output(module: nn.Module) -> bool:
 
 def _takes_whole_input(module: nn.Module) -> bool:
     """Whether a module of which each rank has a part takes the same input on each."""
-    if not any(is_part(parameter) for parameter in module._parameters.values() if parameter is not None):
-        return False
     if (layout := getattr(module, "_layout", None)) is not None:
         return layout.input.is_replicate()
     return not getattr(module, "sequence_parallel", True) and not getattr(module, "input_is_parallel", False)
