@@ -1172,6 +1172,7 @@ def test_fully_shard_of_a_model_from_meta_tells_whoever_forgets_to_sum_gradients
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up": tkernels.layers.ColwiseParallel(), "down": tkernels.layers.RowwiseParallel()}
     layers = {"up": nn.Linear(4, 8), "norm": nn.LayerNorm(4), "down": nn.Linear(8, 4)}
+    whole = list(nn.Sequential(collections.OrderedDict(layers)).named_parameters())
 
     def shard(plan):
         model = nn.Sequential(collections.OrderedDict(copy.deepcopy(layers))).to("meta")
@@ -1179,8 +1180,8 @@ def test_fully_shard_of_a_model_from_meta_tells_whoever_forgets_to_sum_gradients
         for unit in (model.norm, model):
             fully_shard(unit, mesh=mesh["dp"])
         model.to_empty(device=ctx.device)
-        for number, parameter in enumerate(model.parameters()):
-            parameter.to_local().data.copy_(normal(parameter.to_local().shape, torch.float32, number + 10 * ctx.rank))
+        values = {name: normal(each.shape, torch.float32, seed) for seed, (name, each) in enumerate(whole)}
+        set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
         return model
 
     x = normal((2, 4), torch.float32, 0, device=ctx.device)
