@@ -501,6 +501,7 @@ class CollectiveCall(NamedTuple):
     max_programs: int = MAX_PROGRAMS  # the same on all ranks; fewer leave SMs to other work that runs beside it
     config: CollectiveConfig = DEFAULT
     out_dtype: torch.dtype | None = None  # of a sum, which is rounded to it once; None: that of x
+    where: str | None = None  # of a gather: a name for errors, the same on all ranks
 
     def prepare(self, ctx: Context, x: torch.Tensor, out):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
@@ -586,6 +587,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     max_programs: int = MAX_PROGRAMS,
     config: CollectiveConfig = DEFAULT,
+    where: str | None = None,
 ) -> torch.Tensor:
     """Collective. Gathers every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
@@ -593,7 +595,8 @@ def all_gather(
     those of `CollectiveCall`. What three quarters of the context's heap can't receive is gathered in pieces of an
     8th or a 16th of it. Raises ValueError for rows that don't fit, TypeError for a wider dtype.
     """
-    return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
+    call = AllGather(None if rows is None else tuple(rows), max_programs, config, where=where)
+    return ctx.call(call, x_shard_m, out)
 
 
 class AllGather(CollectiveCall):
@@ -606,6 +609,7 @@ class AllGather(CollectiveCall):
     def shared(self, ctx: Context, x, out) -> dict:
         same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:])}
         same |= {"max_programs": self.max_programs, "config": self.config}
+        same |= {"where": self.where} if self.where else {}
         return same | {"rows": tuple(map(int, self.rows or tuple(x.shape[:1]) * ctx.size))}
 
     def result(self, ctx: Context, x: torch.Tensor):

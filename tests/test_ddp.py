@@ -655,6 +655,27 @@ def test_overlapped_ddp_refuses_changes_of_a_shard_of_what_no_sync_has_accumulat
 
 
 @pytest.mark.ranks(2)
+def test_overlapped_ddp_tells_ranks_of_which_grad_scaler_lets_one_step_alone(ctx):
+    with tkernels.init(heap_bytes=32 << 20, default=False) as own:
+        ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=own, **SHARDED)
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+        scaler, x = torch.amp.GradScaler(ctx.device.type, init_scale=4.0), torch.ones(1, 8, device=ctx.device)
+        for infinite in (False, True):
+            for _ in range(2):  # gathers again where no optimizer has stepped yet, on both ranks
+                ddp(x)
+            scaler.scale(ddp(x).sum()).backward()
+            if infinite and own.rank == 1:
+                for owned in ddp.owned_parameters():
+                    owned.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        with pytest.raises(MismatchError, match=r"absent on rank 0, shards without a step .*GradScaler.* on rank 1"):
+            ddp(x)
+            own.check()
+
+
+@pytest.mark.ranks(2)
 def test_overlapped_ddp_loops_that_would_train_nothing_are_told_of(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     for parameter in model.parameters():
@@ -1080,7 +1101,7 @@ class SimulatedWire(Wire):
         self.sim.launch(f"{self.name}reduce_scatter", lambda _, own: own.mul_(2), reads=[x], writes=[own])
         return own
 
-    def all_gather(self, x, rows=None):
+    def all_gather(self, x, rows=None, where=None):
         def copy_to_all(own, x):
             x.view(2, -1).copy_(own.expand(2, -1).clone())
 

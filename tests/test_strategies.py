@@ -627,7 +627,7 @@ def lr_scheduler(run):
 @scenario(
     "`torch.amp.GradScaler`",
     {
-        "OverlappedDDP-shards": Absent("ranks would skip steps on their own"),
+        "OverlappedDDP-shards": Absent("ranks that skip steps on their own are told"),
         "ZeroOptimizer": Refused('`loss_scale="dynamic"` takes its place', 'loss_scale="dynamic"'),
     },
 )

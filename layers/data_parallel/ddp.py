@@ -218,10 +218,10 @@ class OverlappedDDP(nn.Module):
         """The parameters that this rank's optimizer updates: all or, with the distributed optimizer, its shards.
 
         A shard is this rank's part of a bucket: 1-D, and cut without regard to the borders of parameters. Elementwise
-        optimizers work on it. Code that looks at all gradients sees this rank's part of them: torch.amp.GradScaler
-        would skip a step on some ranks only, and `tkernels.layers.clip_grad_norm_` has the norm of all. With shards,
-        the step of an optimizer of the module's own parameters raises ValueError, and torch's clip_grad_norm_ over them
-        RuntimeError.
+        optimizers work on it. Code that looks at all gradients sees this rank's part of them:
+        `tkernels.layers.clip_grad_norm_` has the norm of all, and torch's ShardedGradScaler skips steps on all ranks,
+        where those that torch.amp.GradScaler lets step alone end in MismatchError. With shards, the step of an
+        optimizer of the module's own parameters raises ValueError, and torch's clip_grad_norm_ over them RuntimeError.
         """
         self.handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]

@@ -29,6 +29,8 @@ from tkernels.layers.data_parallel.wire import Wire, mean
 from tkernels.layers.lease import Lease
 from tkernels.layers.owners import leave_in_parts
 
+# For the error of ranks that have stepped, and of those that have not.
+NO_STEP = "shards without a step (torch.amp.GradScaler skips it on one rank alone; ShardedGradScaler does on all)"
 ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires
 
 
@@ -335,13 +337,14 @@ class UpdatedValues(Values):
     def gather(self):
         """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`."""
         self.begin_update(self.dev.current_stream())
-        if not self.unwritten:
+        where = NO_STEP if self.unwritten else None
+        if where is None:
             self.outdate()
         for stream in self._updaters:
             with self.buffer.lease.write(stream):
                 pass  # the optimizer's kernels have been launched: records them as writes
         self.forget_update()
-        self._gather()
+        self._gather(where=where)
 
     def ready(self):
         if self.stale:

@@ -101,13 +101,13 @@ class Values:
         """Make torch refuse a backward that needs values saved by forward and overwritten since."""
         torch.autograd.graph.increment_version(self.layout.parameters)
 
-    def _gather(self, part=None, rows=None):
+    def _gather(self, part=None, rows=None, where=None):
         self.buffer.end()
         comm = self.dev.current_stream() if self.comm_stream is None else self.comm_stream
         with self.dev.stream(comm), self.buffer.lease.write(comm) as whole:
             if part is not None:
                 self.part.copy_(part)
-            self._wire.all_gather(whole, rows or self.layout.rows)
+            self._wire.all_gather(whole, rows or self.layout.rows, where)
 
 
 def ensure_params_ready(params):

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import tkernels
-from tkernels.comm import runtime, stream_order
-from tkernels.comm.collectives import SUMMED
+from tkernels.comm import collectives, runtime, stream_order
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
 from tkernels.comm.contexts import programs_at_once, shared_over
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
@@ -101,8 +100,11 @@ class Wire:
         """Collective. Sum over ranks into this rank's part of x, and return that part. The rest of x is undefined."""
         raise NotImplementedError
 
-    def all_gather(self, x: torch.Tensor, rows: tuple[int, ...] | None = None):
-        """Collective. Send this rank's part of x to all ranks, and fill the other parts with theirs."""
+    def all_gather(self, x: torch.Tensor, rows: tuple[int, ...] | None = None, where: str | None = None):
+        """Collective. Send this rank's part of x to all ranks, and fill the other parts with theirs.
+
+        where: a name for errors. Over this library's collectives, ranks with different ones are told of it.
+        """
         raise NotImplementedError
 
     def split(self, instances: int) -> tuple["Wire", "Wire"]:
@@ -129,7 +131,7 @@ class TkernelsWire(Wire):
         super().check(what, parameter, dtype)
         if parameter.device != self.ctx.device:
             raise ValueError(f"{what} is on {parameter.device}, and the ranks sum on {self.ctx.device}; move the model")
-        if dtype not in SUMMED:
+        if dtype not in collectives.SUMMED:
             raise TypeError(
                 f"{what}: backend='tkernels' sums float32, float16 and bfloat16, not {dtype}; sum in another dtype, or "
                 f"use backend='torch'"
@@ -145,9 +147,11 @@ class TkernelsWire(Wire):
             tkernels.reduce_scatter(x, rows=rows, out=own, ctx=self.ctx)
         return own
 
-    def all_gather(self, x, rows=None):
-        if self.size > 1:
+    def all_gather(self, x, rows=None, where=None):
+        if self.size > 1 and where is None:
             tkernels.all_gather(self.part(x, rows), rows=rows, out=x, ctx=self.ctx)
+        elif self.size > 1:
+            collectives.all_gather(self.ctx, self.part(x, rows), rows, out=x, where=where)
 
     def _over(self, process_group):
         options = {name: getattr(self.ctx, name) for name in ("transport", "timeout_s", "num_programs")}
@@ -173,7 +177,7 @@ class TorchWire(Wire):
                 self._for_each_part(dist.reduce, x, rows)
         return own
 
-    def all_gather(self, x, rows=None):
+    def all_gather(self, x, rows=None, where=None):
         if self.size > 1:
             _follow(x)
             if rows is None or len(set(rows)) == 1:
