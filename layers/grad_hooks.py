@@ -96,11 +96,11 @@ class GradReadyHooks:
                 param.register_hook(functools.partial(enter, weakref.ref(param))) for param in self._params
             ]
 
+        weakref.finalize(self, _take_off, self._handles).atexit = False  # whoever comes next finds none of them
+
     def remove(self):
         """Take the hooks off the parameters. May be repeated."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _take_off(self._handles)
         disown(self._params, self)
 
     @property
@@ -275,3 +275,8 @@ class GradReadyHooks:
                 stacklevel=3,
             )
         self._expected = {param: max(count, expected.get(param, 0)) for param, count in self._counts.items()}
+
+
+def _take_off(handles: list):
+    while handles:
+        handles.pop().remove()

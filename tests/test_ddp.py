@@ -1594,6 +1594,17 @@ def test_overlapped_ddp_parameters_keep_no_wrapper_alive():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_overlapped_ddp_dropped_leaves_no_hooks_that_fully_shard_would_refuse(ctx, mode):
+    model, x = exact_model().to(ctx.device), torch.ones(1, 8, device=ctx.device)
+    OverlappedDDP(model, mesh=ctx, **mode)(x).sum().backward()
+    gc.collect()
+    fully_shard(model, mesh=ctx)
+    (model(x).sum() * (1 + 2 * ctx.rank)).backward()
+    assert model.b.weight.grad.full_tensor().eq(4.0).all()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
 def test_overlapped_ddp_dropped_after_a_step_leaves_no_parameters_that_are_mixtures_unnoticed(ctx, mode):
     model, x = exact_model().to(ctx.device), torch.ones(2, 8, device=ctx.device)
