@@ -1167,6 +1167,28 @@ def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
 
 
 @pytest.mark.ranks(4)
+def test_fully_shard_of_units_without_split_layers_has_the_mesh_of_their_model(ctx):
+    """torch's norm takes gradients of one mesh alone."""
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    styles = {"1": tkernels.layers.ColwiseParallel(), "2": tkernels.layers.RowwiseParallel()}
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 8), nn.Linear(8, 7), nn.LayerNorm(7)).to(ctx.device)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(parameter.shape, torch.float32, seed))
+    whole = copy.deepcopy(model)
+    tkernels.layers.parallelize_module(model, mesh["tp"], styles)
+    for unit in ([model[0], model[3]], model):
+        fully_shard(unit, mesh=mesh["dp"])
+    assert {parameter.device_mesh.ndim for parameter in model.parameters()} == {2}
+    x = normal((4, 6), torch.float32, 10, device=ctx.device)
+    for each in (model, whole):
+        (each(x).square().sum() / 100).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, whole)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+    for parameter, want in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), want.grad)
+
+
+@pytest.mark.ranks(4)
 def test_fully_shard_of_a_model_from_meta_tells_whoever_forgets_to_sum_gradients(ctx):
     """The check comes to sharded parameters, of which autograd knows nothing."""
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))

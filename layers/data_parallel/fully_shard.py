@@ -11,6 +11,7 @@ What runs underneath is engine.py; what it moves, param_group.py and layout.py. 
 (FullyShard, ZeroOptimizer) calls `fully_shard` and `unit_of`, and adds no behaviour.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from tkernels.layers.data_parallel.param_group import DataParallelRanks, Paramet
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
-from tkernels.layers.tensor_parallel.dtensors import let_grad_scaler_see_all_ranks
+from tkernels.layers.tensor_parallel.dtensors import let_grad_scaler_see_all_ranks, mesh_of
 
 _SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
 
@@ -58,7 +59,8 @@ def fully_shard(
     one unit of the parameters that are in no unit yet; a list of modules makes one unit. Between iterations the module
     has its parameters as DTensors with their own names and shapes, `Shard(0)` on `mesh`, and gradients as DTensors in
     the parameters' dtype, their mean over ranks. Parameters that are DTensors over tensor-parallel ranks, another
-    dimension of the same mesh, are split again, and are DTensors over both; plain ones beside them count as replicated.
+    dimension of the same mesh, are split again, and are DTensors over both; plain ones of the same model, as
+    parallelize_module leaves them, count as replicated.
 
     module: changed in place, and returned; its class becomes a subclass that is an FSDPModule. On the meta device until
         `to_empty` is fine. The ranks' values may differ: each keeps its own rows.
@@ -123,7 +125,7 @@ def fully_shard(
             "pass a mesh of data-parallel ranks, which have the same parts, with the same values",
         )  # fmt: skip
 
-    beside = _tensor_parallel_mesh(modules)
+    beside = _tensor_parallel_mesh(modules, ranks.mesh)
     by_kind: dict[tuple, list[Parameter]] = {}
     for name, homes in places.items():
         parameter = _parameter_at(homes)
@@ -412,14 +414,23 @@ def _parameters_of(
     return places
 
 
-def _tensor_parallel_mesh(modules: tuple[nn.Module, ...]) -> DeviceMesh | None:
-    """The mesh of the parameters that are DTensors already, if they have one in common."""
+def _tensor_parallel_mesh(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of the parameters that are DTensors already, if they have one in common.
+
+    Where there are none, that of the model in which the modules are, if it can be put beside `mesh`.
+    """
     units = {unit for module in modules for unit in _units(module, True)}
     sharded = [parameter for unit in units for group in unit.groups for parameter in group.parameters]
     meshes = [parameter.tensor_parallel.mesh for parameter in sharded if parameter.tensor_parallel is not None]
     own = {parameter.sharded for parameter in sharded}
     plain = {parameter for module in modules for parameter in module.parameters()} - own
     meshes += [parameter.device_mesh for parameter in plain if isinstance(parameter, DTensor)]
+    if not meshes:
+        around = {mesh_of(part) for module in modules for part in module.modules()} - {None}
+        with contextlib.suppress(TypeError, RuntimeError):
+            for found in around:
+                DeviceMesh._concatenate([mesh, found])
+            meshes = [*around]
     return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import weakref
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
@@ -28,6 +30,19 @@ def as_mesh_and_context(mesh: MeshLike) -> tuple[DeviceMesh, Context]:
         raise ValueError("parameters become DTensors, which need torch.distributed; call init_process_group() first")
     ctx = as_context(mesh)
     return mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, ctx.device.type), ctx
+
+
+_meshes = weakref.WeakKeyDictionary()  # a module of a model that was parallelized -> the mesh that it is split over
+
+
+def remember_mesh(model: nn.Module, mesh: DeviceMesh):
+    """Let `mesh_of` know what a model is split over, also of modules in it that have no DTensors."""
+    _meshes.update(dict.fromkeys(model.modules(), mesh))
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh that the model is split over which a module is in."""
+    return _meshes.get(module)
 
 
 def is_part(parameter: torch.Tensor) -> bool:

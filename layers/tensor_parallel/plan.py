@@ -17,7 +17,12 @@ from torch.distributed.tensor.parallel import (
 from tkernels.comm import Context, MeshLike
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.group import listed
-from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, is_part, let_grad_scaler_see_all_ranks
+from tkernels.layers.tensor_parallel.dtensors import (
+    as_mesh_and_context,
+    is_part,
+    let_grad_scaler_see_all_ranks,
+    remember_mesh,
+)
 from tkernels.layers.tensor_parallel.heads import check_heads
 from tkernels.layers.tensor_parallel.replica_check import ReplicaCheck
 from tkernels.layers.tensor_parallel.replicas import ReadsChildren
@@ -109,6 +114,7 @@ def apply(
         for other, other_name in others:
             other.register_parameter(other_name, first._parameters[name])
     call_layers(module)
+    remember_mesh(module, mesh)
     ReplicaCheck.attach(module, ctx.name)
     ReadsChildren.attach(module)
     let_grad_scaler_see_all_ranks()
