@@ -1,4 +1,4 @@
-"""The command `tkernels`: its subcommands, the options that they share, the checks of arguments, and errors' output.
+"""The command `tkernels`: its subcommands, and what they share: options, checks of arguments, tables, errors' output.
 
 A subcommand is a module with
 
@@ -10,7 +10,9 @@ before the runtime is chosen.
 """
 
 import argparse
+import dataclasses
 import importlib
+import json
 import os
 import sys
 import traceback
@@ -135,6 +137,53 @@ def file_to_write(text: str) -> Path:
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'")
     return Path(output(text))
+
+
+# Output
+
+
+def console_of(*outputs: str | None, width: int | None = None):
+    """Where a command reports: stdout, or stderr if one of its outputs is "-". width: where there is no terminal."""
+    from rich.console import Console
+
+    return Console(stderr="-" in outputs, highlight=False, width=None if sys.stdout.isatty() else width)
+
+
+def print_table(console, headings, rows, title: str | None = None, right=()):
+    """Print rows of cells, each a text or rich's Text. right: the headings of numbers."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title and Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console.print(table)
+
+
+def print_facts(console, facts, width: int):
+    """Print pairs of a name and a text, or rich's Text, below each other. width: of the names."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True, min_width=width)
+    grid.add_column()
+    for name, fact in facts:
+        grid.add_row(name, Text(fact) if isinstance(fact, str) else fact)
+    console.print()
+    console.print(Padding.indent(grid, 2))
+
+
+def write_json(value, where: str | None):
+    """Write a result, with dataclasses as dictionaries, where `--json` asks for it; of a list, a line for each."""
+    if where:
+        values, indent = (value, None) if isinstance(value, list) else ([value], 2)
+        texts = [json.dumps(each, default=dataclasses.asdict, indent=indent) + "\n" for each in values]
+        write_output("".join(texts), where)
 
 
 def write_output(text: str, where: str):

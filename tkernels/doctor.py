@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -19,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tkernels.cli import write_output
+from tkernels.cli import console_of, print_facts, print_table, write_json
 
 RANKS = 2
+NAMES = 19  # width of what the report has at the left
 TIMEOUT_S = 30.0  # of a wait for a peer; a working wait takes milliseconds once its kernel is compiled
 M, N, K = 70, 48, 36  # no multiples of a tile's sizes
 OPERATIONS = (
@@ -131,11 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(arguments: argparse.Namespace) -> int:
     """Take the inventory, try everything, report. Returns the exit code: 0, or 1 if something is broken."""
-    from rich.console import Console
-
     from tkernels.launch import RankPool
 
-    console = Console(stderr=arguments.json == "-", highlight=False)
+    console = console_of(arguments.json)
     found = Diagnosis(find_software())
     _say_software(console, found.inventory)
     with RankPool(RANKS, ctx_options={"timeout_s": TIMEOUT_S}) as pool:
@@ -151,8 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif not found.problems:
             _try_everything(console, found, pool)
     _say_verdict(console, found)
-    if arguments.json:
-        write_output(json.dumps({"ok": not found.problems, **asdict(found)}, indent=2) + "\n", arguments.json)
+    write_json({"ok": not found.problems, **asdict(found)}, arguments.json)
     return 1 if found.problems else 0
 
 
@@ -378,11 +375,13 @@ def _case(ctx, name: str) -> tuple:
 
 
 def _say_software(console, inventory: dict):
+    from rich.text import Text
+
     rows = {"python": "{python}, {system}, {cores} cores".format(**inventory)}
-    rows |= {name: version or "[dim]not installed" for name, version in inventory["packages"].items()}
+    rows |= {name: version or Text("not installed", "dim") for name, version in inventory["packages"].items()}
     for name, path in (("NVSHMEM library", "nvshmem_library"), ("NVSHMEM bitcode", "nvshmem_bitcode")):
-        rows[name] = _from_nvidia(inventory[path]) if inventory[path] else "[dim]not found"
-    _say_rows(console, rows.items())
+        rows[name] = _from_nvidia(inventory[path]) if inventory[path] else Text("not found", "dim")
+    print_facts(console, rows.items(), NAMES)
 
 
 def _from_nvidia(path: str) -> str:
@@ -403,49 +402,34 @@ def _say_gpus_and_choice(console, found: Diagnosis):
         links.setdefault(f"{link.description}, {reach}", []).append("-".join(map(str, link.gpus)))
     rows += [("link" if len(pairs) == 1 else "links", f"{', '.join(pairs)}: {text}") for text, pairs in links.items()]
     rows += [("" if number else "known", text) for number, text in enumerate(found.known.values())]
-    _say_rows(console, rows or [("GPUs", f"none: {found.inventory['cuda']}")])
+    print_facts(console, rows or [("GPUs", f"none: {found.inventory['cuda']}")], NAMES)
     if found.runtime:
         choices = _choices("runtime", found.runtimes, found.runtime)
-        _say_rows(console, choices + _choices("transport", found.transports, found.transport))
+        print_facts(console, choices + _choices("transport", found.transports, found.transport), NAMES)
 
 
 def _choices(label: str, reasons: dict[str, str | None], chosen: str | None) -> list[tuple[str, str]]:
+    from rich.text import Text
+
     texts = []
     for name, reason in reasons.items():
         if name == chosen:
-            texts.append(f"[bold]{name:<10} [green]chosen" + (f"[red], but {reason}" if reason else ""))
+            but = f", but {reason}" if reason else ""
+            texts.append(Text.assemble((f"{name:<10} ", "bold"), ("chosen", "bold green"), (but, "bold red")))
         else:
-            texts.append(f"[dim]{name:<10} {f'no: {reason}' if reason else 'possible'}")
+            texts.append(Text(f"{name:<10} {f'no: {reason}' if reason else 'possible'}", "dim"))
     return [(label if not number else "", text) for number, text in enumerate(texts)]
 
 
-def _say_rows(console, rows):
-    from rich.padding import Padding
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="cyan", no_wrap=True, min_width=19)
-    grid.add_column()
-    for name, value in rows:
-        grid.add_row(name, value)
-    console.print()
-    console.print(Padding.indent(grid, 2))
-
-
 def _say_operations(console, found: Diagnosis):
-    from rich.markup import escape
-    from rich.padding import Padding
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
-    for name in ("operation", "transport", "milliseconds", ""):
-        table.add_column(name, justify="right" if name == "milliseconds" else "left")
+    rows = []
     for outcome in found.operations:
         milliseconds = "" if outcome.milliseconds is None else f"{outcome.milliseconds:,.2f}"
-        result = f"[bold red]{escape(outcome.problem)}" if outcome.problem else "[green]ok"
-        table.add_row(outcome.operation, outcome.transport, milliseconds, result)
-    console.print(Padding.indent(table, 2))
-    console.print()
+        result = Text(outcome.problem, "bold red") if outcome.problem else Text("ok", "green")
+        rows.append((outcome.operation, outcome.transport, milliseconds, result))
+    print_table(console, ("operation", "transport", "milliseconds", ""), rows, right=("milliseconds",))
 
 
 def _say_verdict(console, found: Diagnosis):

@@ -1,11 +1,9 @@
 """`tkernels explain`: what each way to carry out an operation would take on a GPU, which is taken, and why."""
 
 import argparse
-import json
-import sys
 from dataclasses import replace
 
-from tkernels.cli import count, write_output
+from tkernels.cli import console_of, count, print_table, write_json
 
 WIDTH = 120
 
@@ -40,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser):
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises argparse.ArgumentError."""
     import torch
-    from rich.console import Console
 
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
@@ -82,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, str(error)) from None
     (gpu,), answers = found, []
     precision = "tf32" if arguments.dtype == "tf32" else "ieee"
-    console = Console(stderr=arguments.json == "-", highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = console_of(arguments.json, width=WIDTH)
     for operation, named in asked.items():
         for M, N, K in named.values():
             if local:
@@ -98,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             ways = choice.ways
             title = f"{operation} {M}x{N}x{K} {arguments.dtype}, {ranks} x {gpu.name}"
             console.print(title, style="bold", markup=False)
-            console.print(table_of(ways))
+            print_ways(console, ways)
             console.print(f"takes {ways[0].name}: {choice.reason}", markup=False)
             if not local:
                 console.print(saving(ways), markup=False)
@@ -108,8 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
                  "ways": [plain(way) for way in ways]}
             )  # fmt: skip
     console.print(KNOWN[gpu.known].format(gpu=gpu.name), style="dim", markup=False)
-    if arguments.json:
-        write_output("".join(json.dumps(answer) + "\n" for answer in answers), arguments.json)
+    write_json(answers, arguments.json)
     return 0
 
 
@@ -140,22 +136,15 @@ def saving(ways) -> str:
     )
 
 
-def table_of(ways):
-    from rich import box
-    from rich.table import Table
-
-    result = Table(title="us, predicted", title_justify="left", box=box.SIMPLE_HEAD)
-    result.add_column("way", no_wrap=True)
-    for heading in ("all", "GEMM", "transfer", "exposed", "launch"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("how, or why not", overflow="fold")
+def print_ways(console, ways):
+    numbers, rows = ("all", "GEMM", "transfer", "exposed", "launch"), []
     for way in ways:
-        cells = [""] * 5
+        cells = [""] * len(numbers)
         if way.predicted:
             one = way.predicted
             cells = [f"{1e6 * value:.0f}" for value in (one.seconds, one.gemm, one.wire, one.exposed, one.launch)]
-        result.add_row(way.name, *cells, way.refused or how(way))
-    return result
+        rows.append((way.name, *cells, way.refused or how(way)))
+    print_table(console, ("way", *numbers, "how, or why not"), rows, "us, predicted", right=numbers)
 
 
 def how(way) -> str:

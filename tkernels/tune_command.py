@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
 import tkernels
-from tkernels.cli import count, output, write_output
+from tkernels.cli import console_of, count, output, print_table, write_json, write_output
 
 BEST = 5
 WIDTH = 120
@@ -60,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
-    from rich.console import Console
-
     from tkernels import tuned
 
     instead = next((name for name in ("list", "export", "clear") if getattr(arguments, name)), None)
@@ -75,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--{instead} is about all that is remembered, and goes without {', '.join(others)}; --export PATH "
                 f"writes it as JSON",
             )
-    to_stderr = "-" in (arguments.json, arguments.export)
-    console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = console_of(arguments.json, arguments.export, width=WIDTH)
     if arguments.list:
         return _list(console)
     if arguments.export:
@@ -122,13 +118,12 @@ def _tune(console, arguments: argparse.Namespace) -> int:
             outcomes.append(outcome)
             console.print(f"[{number + 1}/{len(jobs)}] {summary(outcome)}", markup=False)
             if len(jobs) == 1 or grid:
-                console.print(table_of(outcome))
+                print_best(console, outcome)
                 for reason, times in outcome.refused.most_common():
                     console.print(f"{times} not tried, {reason}", style="dim", markup=False)
     if tkernels.RUNTIME == "simulated":
         console.print("simulated runtime: times are the interpreter's")
-    if arguments.json:
-        write_output("".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes), arguments.json)
+    write_json([_plain(outcome) for outcome in outcomes], arguments.json)
     return 1 if failed else 0
 
 
@@ -179,20 +174,16 @@ def summary(outcome) -> str:
     return text
 
 
-def table_of(outcome):
+def print_best(console, outcome):
     """The best candidates of one search."""
-    from rich import box
-    from rich.table import Table
-
-    result = Table(title="best of those measured longest, us, slowest rank", title_justify="left", box=box.SIMPLE_HEAD)
-    result.add_column("change from the default", overflow="fold")
-    for heading in ("median", "p10-p90", "times", "/ library's GEMM"):
-        result.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     for one in outcome.measured[:BEST]:
         spread = f"{one.p10_us:.1f}-{one.p90_us:.1f}"
         ratio = f"{one.us / outcome.library_us:.2f}" if outcome.library_us else "-"
-        result.add_row(one.change, f"{one.us:.1f}", spread, str(one.iterations), ratio)
-    return result
+        rows.append((one.change, f"{one.us:.1f}", spread, str(one.iterations), ratio))
+    numbers = ("median", "p10-p90", "times", "/ library's GEMM")
+    title = "best of those measured longest, us, slowest rank"
+    print_table(console, ("change from the default", *numbers), rows, title, right=numbers)
 
 
 def _plain(outcome) -> dict:
@@ -201,17 +192,9 @@ def _plain(outcome) -> dict:
 
 
 def _list(console) -> int:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     from tkernels import tuned
 
-    records, damaged = tuned.saved()
-    title = Text(tuned.printable(f"remembered in {tuned.path()}, and with the package"))
-    result = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for heading in ("operation", "up to M x N x K of a rank", "where", "us", "default", "found"):
-        result.add_column(heading, overflow="fold", justify="right" if heading in ("us", "default") else "left")
+    (records, damaged), rows = tuned.saved(), []
     for origin, group in (("with the package", tuned.shipped()), ("", records)):
         for record in group:
             key = record["key"]
@@ -221,8 +204,10 @@ def _list(console) -> int:
             times = [f"{each:.1f}" if isinstance(each, float) else each for each in times]
             versions = f"tkernels {key['tkernels']}, torch {key['torch']}, triton {key['triton']}"
             cells = key["operation"], sizes, where, *times, origin or f"{record.get('date')}, {versions}"
-            result.add_row(*(Text(tuned.printable(each)) for each in cells))
-    console.print(result)
+            rows.append([tuned.printable(each) for each in cells])
+    headings = ("operation", "up to M x N x K of a rank", "where", "us", "default", "found")
+    title = tuned.printable(f"remembered in {tuned.path()}, and with the package")
+    print_table(console, headings, rows, title, right=("us", "default"))
     for place, reason in damaged.items():
         console.print(tuned.printable(f"{place} is ignored: {reason}"), style="yellow", markup=False)
     return 0

@@ -1,11 +1,9 @@
 """`tkernels demo`: trains a transformer on several ranks and shows that it learns the same as the unsharded one."""
 
 import argparse
-import dataclasses
-import json
 import time
 
-from tkernels.cli import count, file_to_write, write_output
+from tkernels.cli import console_of, count, file_to_write, write_json
 
 PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")  # the ways of tkernels.demo.parallel
 
@@ -54,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         check_picture(arguments.plot)
     began = time.perf_counter()
-    report = Report(to_stderr=arguments.json == "-")
+    report = Report(console_of(arguments.json))
     ranks = arguments.ranks or default_ranks()
     steps, gradient, operations, problem = [], None, [], None
     with RankPool(ranks) as pool:
@@ -85,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         "seconds": time.perf_counter() - began,
     }
     report.result(**result)
-    if arguments.json:
-        write_output(json.dumps(result, default=dataclasses.asdict, indent=2) + "\n", arguments.json)
+    write_json(result, arguments.json)
     return 1 if problem else 0
 
 

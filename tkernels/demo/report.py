@@ -3,22 +3,22 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.filesize import decimal
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
+from tkernels.cli import print_facts, print_table
+
+NAMES = 9  # width of what is at the left of facts
 COLUMNS = (TextColumn("  training"), BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
 
 
 class Report:
     """The terminal output: a progress bar where there is a terminal, a line for each step, then tables."""
 
-    def __init__(self, to_stderr: bool):
-        self.console = Console(stderr=to_stderr, highlight=False)
-        self.progress = Progress(*COLUMNS, console=self.console, transient=True, disable=not self.console.is_terminal)
+    def __init__(self, console):
+        self.console = console
+        self.progress = Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal)
 
     def setup(self, setup: dict):
         """Print the run's configuration, one fact a line."""
@@ -32,15 +32,8 @@ class Report:
             "text": "{text}, {characters:,} characters, {vocabulary} different",
             "step": "{tokens} tokens: {batch} sequences of {sequence} characters; seed {seed}",
         }
-        self._print_facts({name: fact.format(how=how, **setup) for name, fact in facts.items()})
-
-    def _print_facts(self, facts: dict[str, str]):
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="cyan", min_width=9)
-        grid.add_column()
-        for name, value in facts.items():
-            grid.add_row(name, value)
-        self.console.print(Padding(grid, (1, 0, 1, 2), expand=False))
+        print_facts(self.console, ((name, fact.format(how=how, **setup)) for name, fact in facts.items()), NAMES)
+        self.console.print()
 
     def training(self, steps: int):
         """The context of the steps."""
@@ -59,16 +52,15 @@ class Report:
     def result(self, steps, gradient, operations, problem, plot, seconds, **_):
         """Print what was communicated, and the verdict as the last line."""
         if operations:
-            table = Table("operation", box=None, padding=(0, 2, 0, 0), header_style="bold")
-            for name in ("calls", "bytes sent", "seconds"):
-                table.add_column(name, justify="right")
+            numbers, rows = ("calls", "bytes sent", "seconds"), []
             for row in operations:
                 took = "-" if row.seconds is None else f"{row.seconds:.2f}"
-                table.add_row(row.operation, f"{row.calls}", decimal(row.sent_bytes), took)
-            self.console.print(Padding(table, (1, 0, 0, 2), expand=False))
+                rows.append((row.operation, f"{row.calls}", decimal(row.sent_bytes), took))
+            print_table(self.console, ("operation", *numbers), rows, right=numbers)
         within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
         facts = {"gradients": within, "picture": plot, "time": f"{seconds:.0f} s"}
-        self._print_facts({name: fact for name, fact in facts.items() if fact})
+        print_facts(self.console, ((name, fact) for name, fact in facts.items() if fact), NAMES)
+        self.console.print()
         verdict = f"sharded and unsharded losses DISAGREE: {problem}"
         if not problem:
             losses = f"{steps[0].sharded:.2f} to {steps[-1].sharded:.2f}"

@@ -1,13 +1,11 @@
 """`tkernels trace`: records an operation on ranks of this machine, writes the trace, and summarizes it."""
 
 import argparse
-import dataclasses
 import functools
-import json
 import statistics
 from pathlib import Path
 
-from tkernels.cli import count, file_to_write, write_output
+from tkernels.cli import console_of, count, file_to_write, print_table, write_json
 
 OPERANDS = {  # of a rank, by operation; sizes in lower case are divided by the ranks
     "all_gather_matmul": ("mK", "nK"),
@@ -44,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(arguments: argparse.Namespace) -> int:
     """Record, write, report. Returns 0. Raises argparse.ArgumentError for what cannot be recorded."""
-    from rich.console import Console
-
     from tkernels import shapes
     from tkernels.launch import default_ranks, launch
 
@@ -57,9 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, str(error)) from None
     measured = launch(record, ranks, operation, sizes, arguments.dtype, arguments.calls, arguments.out)
     result = {"operation": operation, "shape": shape, "sizes": sizes, "dtype": arguments.dtype} | measured[0]
-    _report(result, Console(stderr=arguments.json == "-", highlight=False))
-    if arguments.json:
-        write_output(json.dumps(result, indent=1, default=dataclasses.asdict) + "\n", arguments.json)
+    _report(result, console_of(arguments.json))
+    write_json(result, arguments.json)
     return 0
 
 
@@ -137,18 +132,14 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
 
 
 def _report(result: dict, console):
-    from rich.table import Table
-
     from tkernels.trace.timeline import SHARES
 
     summary, (M, N, K) = result["summary"], result["sizes"]
     kinds = [kind for kind in SHARES if any(kind in shares for shares in summary.shares.values())]
-    table = Table("programs", title="their time in the last call, all ranks", title_justify="left")
-    for kind in kinds:
-        table.add_column(kind, justify="right")
+    rows = []
     for role, shares in summary.shares.items():
         cells = [f"{100 * shares[kind]:.1f} %" if kind in shares else "" for kind in kinds]
-        table.add_row(f"{summary.programs[role]} {role}", *cells)
+        rows.append((f"{summary.programs[role]} {role}", *cells))
 
     def say(text: str):
         console.print(text, markup=False, soft_wrap=True)
@@ -158,7 +149,7 @@ def _report(result: dict, console):
         f"{result['device']}, transport {result['transport']}"
     )
     say(f"{_time(result['traced_us'])} a call, {_time(result['us'])} without tracing")
-    console.print(table)
+    print_table(console, ("programs", *kinds), rows, "their time in the last call, all ranks", right=kinds)
     if "compute" in summary.shares:
         say(f"data moves for {_time(summary.moving_us)}, {100 * summary.hidden:.0f} % of it while programs compute")
     step, error = _time(result["tick_ns"] / 1e3), _time(result["clock_error_us"])
