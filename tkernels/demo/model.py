@@ -11,6 +11,7 @@ The model's own code is written for the left column and does not depend on R: it
 as many heads as its first linear layer returns.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -59,21 +60,13 @@ class Attention(nn.Module):
         return self.proj(mixed.permute(2, 0, 1, 3).flatten(2))
 
 
-class MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.features, 4 * config.features)
-        self.fc2 = nn.Linear(4 * config.features, config.features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(config.features), Attention(config)
-        self.norm2, self.mlp = nn.LayerNorm(config.features), MLP(config)
+        d = config.features
+        self.norm1, self.attention = nn.LayerNorm(d), Attention(config)
+        self.norm2 = nn.LayerNorm(d)
+        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(d, 4 * d), gelu=nn.GELU(), fc2=nn.Linear(4 * d, d)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))

@@ -1,4 +1,4 @@
-"""What a training step communicates: counts and times tkernels' operators, and counts a pipeline's messages."""
+"""What a training step communicates: tkernels' operators, counted and timed, and a pipeline's messages, counted."""
 
 import math
 import time
@@ -27,12 +27,16 @@ class Operation:
     seconds: float | None = None
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """While entered, counts and times the operators of torch.ops.tkernels, including those that autograd calls."""
 
     def __init__(self, ctx: Context):
         super().__init__()
-        self.ctx, self.calls = ctx, {}  # by operation: (start, end, sent bytes) of each call
+        self.ctx, self.calls = ctx, {}  # by operation: (sent bytes, start, end) of each call
+
+    def add(self, operation: str, sent_bytes: int, start=None, end=None):
+        """Count a call. start, end: as `_now` returns them."""
+        self.calls.setdefault(operation, []).append((sent_bytes, start, end))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "tkernels":
@@ -41,7 +45,7 @@ class OperatorCounter(TorchDispatchMode):
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         start = self._now()
         result = func(*args, **(kwargs or {}))
-        self.calls.setdefault(name, []).append((start, self._now(), _sent_bytes(name, arguments, self.ctx)))
+        self.add(name, _sent_bytes(name, arguments, self.ctx), start, self._now())
         return result
 
     def _now(self):
@@ -54,14 +58,16 @@ class OperatorCounter(TorchDispatchMode):
     def operations(self) -> list[Operation]:
         """What this rank called. Waits for the device."""
         torch.get_device_module(self.ctx.device).synchronize()
-        operations = []
-        for name, calls in sorted(self.calls.items()):
-            if self.ctx.device.type == "cuda":
-                seconds = sum(start.elapsed_time(end) for start, end, _ in calls) / 1e3
-            else:
-                seconds = sum(end - start for start, end, _ in calls)
-            operations.append(Operation(name, len(calls), sum(sent for *_, sent in calls), seconds))
-        return operations
+        return [
+            Operation(name, len(calls), sum(sent for sent, *_ in calls), _seconds(calls))
+            for name, calls in sorted(self.calls.items())
+        ]
+
+
+def _seconds(calls: list[tuple]) -> float | None:
+    if any(start is None for _, start, _ in calls):
+        return None
+    return sum(end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3 for _, start, end in calls)
 
 
 def _sent_bytes(name: str, arguments: dict, ctx: Context) -> int:
@@ -83,21 +89,18 @@ def _sent_bytes(name: str, arguments: dict, ctx: Context) -> int:
 
 
 class CountingCommunicator(P2PCommunicator):
-    """Counts the messages of an overlapped pipeline, which bypass the operators: `sent` has (number, bytes) by name."""
+    """Counts the messages of an overlapped pipeline, which bypass the operators, and can't be timed."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.sent = {}
+    def __init__(self, counter: OperationCounter, **options):
+        super().__init__(counter.ctx, **options)
+        self.counter = counter
 
     def send_forward_recv_forward(self, output_tensor, *arguments):
-        self._count("send_forward", output_tensor)
+        if output_tensor is not None:
+            self.counter.add("send_forward", output_tensor.nbytes)
         return super().send_forward_recv_forward(output_tensor, *arguments)
 
     def send_backward_recv_backward(self, input_tensor_grad, *arguments):
-        self._count("send_backward", input_tensor_grad)
+        if input_tensor_grad is not None:
+            self.counter.add("send_backward", input_tensor_grad.nbytes)
         return super().send_backward_recv_backward(input_tensor_grad, *arguments)
-
-    def _count(self, name: str, tensor: torch.Tensor | None):
-        if tensor is not None:
-            number, sent_bytes = self.sent.get(name, (0, 0))
-            self.sent[name] = number + 1, sent_bytes + tensor.nbytes

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 import tkernels
 from tkernels.comm.context import Context
-from tkernels.demo import training
 from tkernels.demo.model import Block, ModelConfig, Transformer, shard
-from tkernels.demo.operations import CountingCommunicator
-from tkernels.demo.training import Optimizer, loss_part
+from tkernels.demo.operations import CountingCommunicator, OperationCounter
+from tkernels.demo.training import ADAM, Optimizer, loss_part
 from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.fully_shard import fully_shard
@@ -39,37 +38,33 @@ class Parallel:
     divided: the sizes of ModelConfig that ranks divide.
     share: a rank's part, in words.
     model: afterwards, the modules whose parameters the rank holds between two steps.
-    messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
+    counter: of what this rank sends.
     """
 
     name: str
     divided: tuple[str, ...]
     share: str
-    messages: dict[str, tuple[int, int]] = {}
 
     def __init__(
         self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float, float8: str | None = None
     ):
         self.model, self.config, self.ctx, self.loss_scale, self.float8 = model, config, ctx, loss_scale, float8
+        self.counter = OperationCounter(ctx)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
         raise NotImplementedError
 
-    @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor]:
         """After the first step: the gradients that the optimizer got, whole, by the unsharded model's names.
 
         They are gathered as the parameters are, in whose place they are for a moment. They are scaled as in backward,
         since fp16 holds no small numbers.
         """
-        parameters, gradients = dict(self.model.named_parameters()), self.optimizer.gradients()
-        values = {name: parameter.clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.copy_(gradients[name] * self.loss_scale)
+        masters = self.optimizer.masters
+        self.optimizer.write({name: master.grad * self.loss_scale for name, master in masters.items()})
         whole = gather_state_dict(self.model)
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
+        self.optimizer.write(masters)
         return {name: value.float() / self.loss_scale for name, value in whole.items()}
 
     def close(self):
@@ -86,7 +81,7 @@ class TensorParallel(Parallel):
         R, positions, heads = self.ctx.size, self.config.sequence, self.config.heads
         self.share = f"{positions // R} of {positions} positions and {heads // R} of {heads} heads"
         shard(self.model, self.ctx, self.float8)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
+        self.optimizer = Optimizer(self.model, self.loss_scale)
 
     def step(self, tokens, targets):
         tokens, targets = (part.chunk(self.ctx.size)[self.ctx.rank] for part in (tokens, targets))
@@ -105,19 +100,17 @@ class PipelineParallel(Parallel):
 
     def __init__(self, model, *arguments):
         super().__init__(model, *arguments)
-        names = {parameter: name for name, parameter in model.named_parameters()}
         embedding, head = _Embeddings(model), nn.Sequential(model.norm, model.head)
-        self.model = split_into_stages(embedding, model.blocks, head, model=model, mesh=self.ctx)
-        own = sum(isinstance(part, Block) for part in self.model[0].parts)
+        (self.model,) = split_into_stages(embedding, model.blocks, head, model=model, mesh=self.ctx)
+        own = sum(isinstance(part, Block) for part in self.model.parts)
         microbatches = self.config.batch // MICROBATCH
         self.share = f"{own} of {self.config.layers} blocks; {microbatches} microbatches a step"
-        self.optimizer = Optimizer(((names[each], each) for each in self.model.parameters()), self.loss_scale)
-        self.comm = CountingCommunicator(self.ctx, dtype=model.head.weight.dtype)
-        self.messages = self.comm.sent
+        self.optimizer = Optimizer(self.model, self.loss_scale)
+        self.comm = CountingCommunicator(self.counter, dtype=model.head.weight.dtype)
 
     def step(self, tokens, targets):
         losses = forward_backward_pipelining(
-            self.model,
+            [self.model],
             list(zip(tokens.split(MICROBATCH, dim=1), targets.split(MICROBATCH, dim=1), strict=True)),
             lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * self.loss_scale,
             self.comm,
@@ -129,9 +122,6 @@ class PipelineParallel(Parallel):
         # Only the last stage has losses.
         loss = torch.stack(losses).mean() / self.loss_scale if losses else torch.zeros((), device=self.ctx.device)
         return tkernels.all_reduce(loss[None], ctx=self.ctx)
-
-    def gradients(self):
-        return self.optimizer.gradients()  # of the stage's own parameters
 
     def close(self):
         self.comm.close()
@@ -181,7 +171,7 @@ class FullySharded(_SequencesApart):
         for block in self.model.blocks:
             fully_shard(block, mesh=self.ctx)
         fully_shard(self.model, mesh=self.ctx)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
+        self.optimizer = Optimizer(self.model, self.loss_scale)
 
 
 class Zero(_SequencesApart):
@@ -198,14 +188,15 @@ class Zero(_SequencesApart):
             overlap_gather=self.model,
             reduce_dtype=torch.float32,
             loss_scale=self.loss_scale,
-            **training.ADAM,
+            **ADAM,
         )
 
     def gradients(self):
         self.optimizer.ensure_params_ready()
         state = self.optimizer.full_state_dict()["state"]
         names = [name for name, _ in self.model.named_parameters()]
-        return {name: training.first_gradient(state[number]) for number, name in enumerate(names)}
+        # Adam's first moment after one step
+        return {name: state[number]["exp_avg"] / (1 - ADAM["betas"][0]) for number, name in enumerate(names)}
 
     def close(self):
         self.optimizer.ensure_params_ready()
@@ -219,7 +210,7 @@ class DataParallel(_SequencesApart):
 
     def split(self):
         self.forward = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
+        self.optimizer = Optimizer(self.model, self.loss_scale)
 
     def close(self):
         self.forward.remove()

@@ -38,7 +38,6 @@ Measured: 0.07 of a gradient's norm, and in 30 steps up to 0.006 of what is allo
 import copy
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -50,7 +49,7 @@ from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, result_dtype
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.demo.operations import Operation, OperatorCounter
+from tkernels.demo.operations import Operation
 from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.shapes import WITH_FP8
 
@@ -89,16 +88,14 @@ def allowed_loss(config: ModelConfig, dtype: torch.dtype, loss: float, steps: in
     return loss * (walk / math.sqrt(config.tokens) + 4 * 2.0**-24)
 
 
-def first_gradient(state: dict) -> torch.Tensor:
-    """The gradient that Adam got for a parameter in the first step, from its state after that step."""
-    return state["exp_avg"] / (1 - ADAM["betas"][0])
-
-
 class Optimizer:
-    """Adam on fp32 copies of the parameters, which get the updated values rounded to their dtype."""
+    """Adam on fp32 copies of a model's parameters, which get the updated values rounded to their dtype.
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], loss_scale: float):
-        self.parameters, self.loss_scale = dict(parameters), loss_scale
+    masters: the copies by the parameters' names; they keep the gradients of the last step, without the loss scale.
+    """
+
+    def __init__(self, model: nn.Module, loss_scale: float):
+        self.parameters, self.loss_scale = dict(model.named_parameters()), loss_scale
         self.masters = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
         self.adam = torch.optim.AdamW(self.masters.values(), **ADAM)
 
@@ -108,12 +105,13 @@ class Optimizer:
             self.masters[name].grad = parameter.grad.float() / self.loss_scale
             parameter.grad = None
         self.adam.step()
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.masters[name])
+        self.write(self.masters)
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The unscaled gradients of the first step; valid only right after it."""
-        return {name: first_gradient(self.adam.state[master]) for name, master in self.masters.items()}
+    @torch.no_grad()
+    def write(self, values: dict[str, torch.Tensor]):
+        """Give the parameters these values."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
 
 
 def loss_part(model: nn.Module, config: ModelConfig, tokens, targets, first_position: int = 0) -> torch.Tensor:
@@ -159,8 +157,7 @@ class _Training:
         self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
         float8 = FLOAT8 if dtype in FP8 else None
         self.sharded = kind(copy.deepcopy(self.unsharded), self.config, ctx, self.loss_scale, float8)
-        self.optimizer = Optimizer(self.unsharded.named_parameters(), self.loss_scale)
-        self.counter = OperatorCounter(ctx)
+        self.optimizer = Optimizer(self.unsharded, self.loss_scale)
 
 
 _here: _Training | None = None
@@ -195,7 +192,7 @@ def step(ctx: Context) -> Step:
     tokens, targets = _here.text.batch(_here.config.sequence, _here.config.batch, _here.generator)
     tokens, targets = tokens.to(ctx.device), targets.to(ctx.device)
     began = time.perf_counter()
-    with _here.counter:
+    with _here.sharded.counter:
         sharded = _here.sharded.step(tokens, targets).item()
     seconds = time.perf_counter() - began
     loss = loss_part(_here.unsharded, _here.config, tokens, targets)
@@ -210,9 +207,9 @@ def step(ctx: Context) -> Step:
 
 def worst_gradient(ctx: Context) -> Gradient:
     """Collective. After the first step: the gradient with the largest error against the unsharded model's."""
-    errors, whole = {}, _here.optimizer.gradients()
+    errors = {}
     for name, gradient in _here.sharded.gradients().items():
-        got, want = gradient.cpu().double(), whole[name].cpu().double()
+        got, want = gradient.cpu().double(), _here.optimizer.masters[name].grad.cpu().double()
         error = ((got - want).norm() / want.norm()).item()
         errors[name] = math.inf if math.isnan(error) else error
     worst = max(errors, key=errors.get)
@@ -221,7 +218,6 @@ def worst_gradient(ctx: Context) -> Gradient:
 
 def finish(ctx: Context) -> list[Operation]:
     """Collective. End the training. Returns what this rank called and sent."""
-    messages = [Operation(name, *sent) for name, sent in _here.sharded.messages.items()]
-    operations = _here.counter.operations() + messages
+    operations = _here.sharded.counter.operations()
     _here.sharded.close()
     return operations
