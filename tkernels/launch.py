@@ -427,7 +427,8 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
     _die_with_parent(alive)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=True)  # then the process ends
     pipe, ctx = Connection(pipe), None
-    with contextlib.suppress(Exception), no_collection():  # raised again when the rank joins
+    gc.disable()  # imports take a fifth less time: what they make stays, and the collector would walk over it again
+    with contextlib.suppress(Exception):  # raised again when the rank joins
         import torch  # noqa: F401  (takes seconds, while the parent makes ready)
 
     def join(message):
@@ -435,7 +436,8 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
         program, os.environ["TKERNELS_RUNTIME"], options = pickle.loads(message)
         _import_program(program | {"name": f"{program['name']}-{rank}"})
         ctx = _join(rank, ranks, port, listener, pickle.loads(options))
-        gc.freeze()  # what has been imported stays, and the collector need not walk over it
+        gc.freeze()
+        gc.enable()
 
     def run(call):
         result, spent = _call(ctx, *pickle.loads(call))
@@ -460,18 +462,6 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
         # A normal exit occasionally aborts: gloo's thread releases a tensor while the interpreter shuts down. On the
         # nvshmem runtime the exit must be a normal one, because NVSHMEM cleans up in it.
         os._exit(0)
-
-
-@contextlib.contextmanager
-def no_collection():
-    """Imports in the block take a fifth less time: what they make stays, and the collector would walk over it again."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _die_with_parent(alive: int):
@@ -509,13 +499,12 @@ def _answer(pipe: Connection, work, *args):
 
 
 def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict):
-    with no_collection():
-        import torch
-        import torch.distributed as dist
+    import torch
+    import torch.distributed as dist
 
-        from tkernels import shared_gpus
-        from tkernels.comm.context import init
-        from tkernels.comm.runtime import RUNTIME
+    from tkernels import shared_gpus
+    from tkernels.comm.context import init
+    from tkernels.comm.runtime import RUNTIME
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # whatever MKL_NUM_THREADS or the program says
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; host names need not resolve

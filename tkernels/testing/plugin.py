@@ -294,8 +294,6 @@ def _load(name: str, path: str):
 
     Its asserts are pytest's rewritten ones, so that one that fails on a rank shows its values.
     """
-    from tkernels.launch import no_collection
-
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__file__", None) == path:
         return module
@@ -305,8 +303,7 @@ def _load(name: str, path: str):
     code = _rewritten(Path(path))
     sys.modules[name] = module
     try:
-        with no_collection():
-            exec(code, vars(module))
+        exec(code, vars(module))
     except BaseException:
         del sys.modules[name]
         raise
