@@ -39,10 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises argparse.ArgumentError for a picture in a format that cannot be drawn, and for FP8 where no layer is split.
     """
+    from rich.progress import Progress
+
     from tkernels.comm.runtime import RUNTIME
     from tkernels.demo import training
     from tkernels.demo.parallel import KINDS
-    from tkernels.demo.report import Report, check_picture, draw
+    from tkernels.demo.report import check_picture, draw, print_result, print_setup, print_step
     from tkernels.launch import RankPool, default_ranks
 
     if arguments.dtype == "fp8" and arguments.parallel != "tp":
@@ -52,22 +54,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         check_picture(arguments.plot)
     began = time.perf_counter()
-    report = Report(console_of(arguments.json))
+    console = console_of(arguments.json)
     ranks = arguments.ranks or default_ranks()
     steps, gradient, operations, problem = [], None, [], None
     with RankPool(ranks) as pool:
-        report.console.print(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime ...")
+        console.print(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime ...")
         setup = pool.run(training.start, arguments.dtype, arguments.seed, KINDS[arguments.parallel])[0]
-        report.setup(setup)
-        with report.training(arguments.steps):
-            while not problem and len(steps) < arguments.steps:
+        print_setup(console, setup)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            for _ in progress.track(range(arguments.steps), description="training"):
                 replies = pool.run(training.step)
                 steps.append(replies[0])
-                report.step(steps[-1])
+                print_step(console, steps[-1])
                 problem = _parted(steps[-1], [step.sharded for step in replies])
                 if len(steps) == 1:
                     gradient = max(pool.run(training.worst_gradient), key=lambda gradient: gradient.error)
                     problem = problem or _wrong(gradient)
+                if problem:
+                    break
         if not problem:
             operations = pool.run(training.finish)[0]
     if arguments.plot:
@@ -82,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         "plot": arguments.plot and str(arguments.plot),
         "seconds": time.perf_counter() - began,
     }
-    report.result(**result)
+    print_result(console, **result)
     write_json(result, arguments.json)
     return 1 if problem else 0
 

@@ -4,69 +4,54 @@ import argparse
 from pathlib import Path
 
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tkernels.cli import print_facts, print_table
 
 NAMES = 9  # width of what is at the left of facts
-COLUMNS = (TextColumn("  training"), BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
+HEADINGS = f"{'step':>6}  {'sharded':>10}  {'unsharded':>10}  {'difference':>10}  {'allowed':>8}  {'seconds':>7}"
 
 
-class Report:
-    """The terminal output: a progress bar where there is a terminal, a line for each step, then tables."""
+def print_setup(console, setup: dict):
+    """Print the run's configuration, one fact a line, and the headings of the steps."""
+    simulated = setup["runtime"] == "simulated"
+    how = "Triton's interpreter on the CPU" if simulated else f"compiled for {setup['device']}"
+    facts = {
+        "runtime": "{runtime}: {how}, transport {transport}",
+        "ranks": "{ranks}, each with {share}",
+        "model": "{layers} layers, {features} features, {dtype}; "
+        "{parameters:,} parameters, {parameters_of_rank:,} on a rank",
+        "text": "{text}, {characters:,} characters, {vocabulary} different",
+        "step": "{tokens} tokens: {batch} sequences of {sequence} characters; seed {seed}",
+    }
+    print_facts(console, ((name, fact.format(how=how, **setup)) for name, fact in facts.items()), NAMES)
+    console.print(Text(f"\n{HEADINGS}", "bold"))
 
-    def __init__(self, console):
-        self.console = console
-        self.progress = Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal)
 
-    def setup(self, setup: dict):
-        """Print the run's configuration, one fact a line."""
-        simulated = setup["runtime"] == "simulated"
-        how = "Triton's interpreter on the CPU" if simulated else f"compiled for {setup['device']}"
-        facts = {
-            "runtime": "{runtime}: {how}, transport {transport}",
-            "ranks": "{ranks}, each with {share}",
-            "model": "{layers} layers, {features} features, {dtype}; {parameters:,} parameters, {parameters_of_rank:,} "
-            "on a rank",
-            "text": "{text}, {characters:,} characters, {vocabulary} different",
-            "step": "{tokens} tokens: {batch} sequences of {sequence} characters; seed {seed}",
-        }
-        print_facts(self.console, ((name, fact.format(how=how, **setup)) for name, fact in facts.items()), NAMES)
-        self.console.print()
+def print_step(console, step):
+    line = Text(f"{step.step:>6}  {step.sharded:>10.6f}  {step.unsharded:>10.6f}  ")
+    line.append(f"{step.difference:>10.1e}", style="green" if step.difference <= step.allowed else "bold red")
+    line.append(f"  {step.allowed:>8.1e}  {step.seconds:>7.2f}")
+    console.print(line)
 
-    def training(self, steps: int):
-        """The context of the steps."""
-        names = f"{'step':>6}  {'sharded':>10}  {'unsharded':>10}  {'difference':>10}  {'allowed':>8}  {'seconds':>7}"
-        self.console.print(Text(names, style="bold"))
-        self.task = self.progress.add_task("", total=steps)
-        return self.progress
 
-    def step(self, step):
-        self.progress.advance(self.task)
-        line = Text(f"{step.step:>6}  {step.sharded:>10.6f}  {step.unsharded:>10.6f}  ")
-        line.append(f"{step.difference:>10.1e}", style="green" if step.difference <= step.allowed else "bold red")
-        line.append(f"  {step.allowed:>8.1e}  {step.seconds:>7.2f}")
-        self.console.print(line)
-
-    def result(self, steps, gradient, operations, problem, plot, seconds, **_):
-        """Print what was communicated, and the verdict as the last line."""
-        if operations:
-            numbers, rows = ("calls", "bytes sent", "seconds"), []
-            for row in operations:
-                took = "-" if row.seconds is None else f"{row.seconds:.2f}"
-                rows.append((row.operation, f"{row.calls}", decimal(row.sent_bytes), took))
-            print_table(self.console, ("operation", *numbers), rows, right=numbers)
-        within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
-        facts = {"gradients": within, "picture": plot, "time": f"{seconds:.0f} s"}
-        print_facts(self.console, ((name, fact) for name, fact in facts.items() if fact), NAMES)
-        self.console.print()
-        verdict = f"sharded and unsharded losses DISAGREE: {problem}"
-        if not problem:
-            losses = f"{steps[0].sharded:.2f} to {steps[-1].sharded:.2f}"
-            within = max(step.difference for step in steps)
-            verdict = f"sharded and unsharded losses agree: {len(steps)} steps, {losses}, within {within:.1e}"
-        self.console.print(Text(verdict, style="bold red" if problem else "bold green"))
+def print_result(console, steps, gradient, operations, problem, plot, seconds, **_):
+    """Print what was communicated, and the verdict as the last line."""
+    if operations:
+        numbers, rows = ("calls", "bytes sent", "seconds"), []
+        for row in operations:
+            took = "-" if row.seconds is None else f"{row.seconds:.2f}"
+            rows.append((row.operation, f"{row.calls}", decimal(row.sent_bytes), took))
+        print_table(console, ("operation", *numbers), rows, right=numbers)
+    within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
+    facts = {"gradients": within, "picture": plot, "time": f"{seconds:.0f} s"}
+    print_facts(console, ((name, fact) for name, fact in facts.items() if fact), NAMES)
+    verdict = f"sharded and unsharded losses DISAGREE: {problem}"
+    if not problem:
+        losses = f"{steps[0].sharded:.2f} to {steps[-1].sharded:.2f}"
+        within = max(step.difference for step in steps)
+        verdict = f"sharded and unsharded losses agree: {len(steps)} steps, {losses}, within {within:.1e}"
+    console.print(Text(f"\n{verdict}", "bold red" if problem else "bold green"))
 
 
 def check_picture(path: Path):
