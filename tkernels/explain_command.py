@@ -1,7 +1,6 @@
 """`tkernels explain`: what each way to carry out an operation would take on a GPU, which is taken, and why."""
 
 import argparse
-from dataclasses import replace
 
 from tkernels.cli import console_of, count, print_table, write_json
 
@@ -42,17 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
     from tkernels.launch import MOST_RANKS
-    from tkernels.paths import (
-        by_rule,
-        check_depth,
-        explain_product,
-        fused_sizes,
-        local_sizes,
-        usual_layout,
-        usual_product,
-        ways_of,
-    )
+    from tkernels.paths import explain_on
 
+    precision = "tf32" if arguments.dtype == "tf32" else "ieee"
     dtype = (shapes.WITH_FP8 | {"tf32": torch.float32})[arguments.dtype]
     found, local = rows_named(arguments.gpu), arguments.operation == "matmul"
     ranks = arguments.ranks or (1 if local else 2)
@@ -71,39 +62,28 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--ranks {ranks}: takes at most {MOST_RANKS} ranks")
         operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
         asked = shapes.find(operations, arguments.shape.split(","), run=False)
-        found[0].rate(dtype)
-        for operation, named in asked.items():
-            for sizes in named.values():
-                check_depth(local_sizes(operation, *sizes, ranks)[2], dtype)
+        (gpu,) = found
+        gpu.rate(dtype)
+        choices = {
+            (operation, *sizes): explain_on(gpu, ranks, operation, *sizes, dtype, precision)
+            for operation, named in asked.items()
+            for sizes in named.values()
+        }
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentError(None, str(error)) from None
-    (gpu,), answers = found, []
-    precision = "tf32" if arguments.dtype == "tf32" else "ieee"
-    console = console_of(arguments.json, width=WIDTH)
-    for operation, named in asked.items():
-        for M, N, K in named.values():
-            if local:
-                choice = explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
-            else:
-                own = local_sizes(operation, M, N, K, ranks)
-                layout = usual_layout(*own, dtype, gpu)
-                computed = fused_sizes(operation, *own, dtype, gpu)
-                problem = model.Problem(operation, *computed, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
-                width = N if operation != model.GATHER else K
-                choice = by_rule(operation, M, width, dtype, ranks, precision, gpu)
-                choice = replace(choice, ways=ways_of(problem, choice.path))
-            ways = choice.ways
-            title = f"{operation} {M}x{N}x{K} {arguments.dtype}, {ranks} x {gpu.name}"
-            console.print(title, style="bold", markup=False)
-            print_ways(console, ways)
-            console.print(f"takes {ways[0].name}: {choice.reason}", markup=False)
-            if not local:
-                console.print(saving(ways), markup=False)
-            answers.append(
-                {"operation": operation, "M": M, "N": N, "K": K, "dtype": arguments.dtype, "ranks": ranks,
-                 "gpu": gpu.name, "known": gpu.known, "path": choice.path, "reason": choice.reason,
-                 "ways": [plain(way) for way in ways]}
-            )  # fmt: skip
+    answers, console = [], console_of(arguments.json, width=WIDTH)
+    for (operation, M, N, K), choice in choices.items():
+        title = f"{operation} {M}x{N}x{K} {arguments.dtype}, {ranks} x {gpu.name}"
+        console.print(title, style="bold", markup=False)
+        print_ways(console, choice.ways)
+        console.print(f"takes {choice.ways[0].name}: {choice.reason}", markup=False)
+        if not local:
+            console.print(saving(choice.ways), markup=False)
+        answers.append(
+            {"operation": operation, "M": M, "N": N, "K": K, "dtype": arguments.dtype, "ranks": ranks,
+             "gpu": gpu.name, "known": gpu.known, "path": choice.path, "reason": choice.reason,
+             "ways": [plain(way) for way in choice.ways]}
+        )  # fmt: skip
     console.print(KNOWN[gpu.known].format(gpu=gpu.name), style="dim", markup=False)
     write_json(answers, arguments.json)
     return 0

@@ -102,6 +102,22 @@ def explain(
     return replace(choice, ways=ways_of(replace(problem, precision=precision(dtype)), choice.path))
 
 
+def explain_on(
+    gpu: GPU, ranks: int, operation: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str = "ieee"
+) -> Choice:
+    """The same on `ranks` GPUs of that row, none of which need be here, with what each way would take.
+
+    Raises ValueError for a K that FP8 can't have.
+    """
+    if operation == "matmul":
+        return explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
+    local = local_sizes(operation, M, N, K, ranks)
+    layout, sizes = usual_layout(*local, dtype, gpu), fused_sizes(operation, *local, dtype, gpu)
+    problem = model.Problem(operation, *sizes, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
+    choice = by_rule(operation, M, K if operation == model.GATHER else N, dtype, ranks, precision, gpu)
+    return replace(choice, ways=ways_of(problem, choice.path))
+
+
 def explain_product(problem: model.Problem) -> Choice:
     """Who multiplies for a local product, our kernel or torch, and the reason."""
     if problem.gpu is SIMULATED:
