@@ -115,6 +115,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
 
     try:
         found = shapes.find(ops, args.shape.split(","))
+        for sizes in (sizes for named in found.values() for sizes in named.values()):
+            shapes.check_interpretable(*sizes)
     except ValueError as error:
         parser.error(f"--shape: {error}")
     cases = [
@@ -125,8 +127,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         for layout in (layouts if op in PRODUCTS else ["TN"])
     ]
     for case in cases:
-        if simulated and (refusal := shapes.interpreter_refusal((case.M, case.N, case.K))):
-            parser.error(f"--shape {case.shape}: {refusal}")
         if case.refusal(args.ranks):
             parser.error(case.refusal(args.ranks))
     return args, cases

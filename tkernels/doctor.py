@@ -240,14 +240,12 @@ def link_kinds(topology: str) -> dict[tuple[int, int], str]:
     plain = re.sub(r"\x1b\[\d*m", "", topology)
     lines = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
     header = next((line for line in lines if "GPU0" in line[1:]), [])
-    columns = {place: cell for place, cell in enumerate(header) if re.fullmatch(r"GPU\d+", cell)}
-    kinds = {}
-    for line in lines:
-        if line[0] in columns.values():
-            for place, column in columns.items():
-                if column != line[0] and place < len(line):
-                    kinds[int(line[0][3:]), int(column[3:])] = line[place]
-    return kinds
+    return {
+        (int(line[0][3:]), int(column[3:])): kind
+        for line in lines
+        for column, kind in zip(header, line, strict=False)
+        if line[0] in header and column != line[0] and all(re.fullmatch(r"GPU\d+", gpu) for gpu in (line[0], column))
+    }
 
 
 def _choose(found: Diagnosis):

@@ -130,12 +130,11 @@ def find(
     return found
 
 
-def interpreter_refusal(shape: Shape) -> str | None:
-    """Why a GEMM is too large for the simulated runtime, or None."""
-    M, N, K = shape
-    if M * N * K <= SIMULATED_LIMIT:
-        return None
-    return f"{M}x{N}x{K} would take the interpreter hours; on the simulated runtime, use {', '.join(TINY)} or as small"
+def check_interpretable(M: int, N: int, K: int):
+    """Raises ValueError for a GEMM that is too large for the simulated runtime, if this is it."""
+    if runtime.RUNTIME == "simulated" and M * N * K > SIMULATED_LIMIT:
+        small = f"on the simulated runtime, use {', '.join(TINY)} or as small"
+        raise ValueError(f"{M}x{N}x{K} would take the interpreter hours; {small}")
 
 
 def _table(operation: str) -> str:

@@ -101,22 +101,21 @@ def _tune(console, arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, str(error)) from None
     if ranks == 1 and arguments.operation in (None, "all"):
         console.print("one rank multiplies alone, whatever the operation: matmul is tuned, and the others are left out")
-    outcomes, failed = [], 0
+    outcomes = []
     with RankPool(ranks, ctx_options={"transport": arguments.transport}) as pool:
         try:
             pool.run(nothing)
         except RankError as error:  # for options that init rejects, as it would for every shape
             raise ValueError(str(error.__cause__)) if isinstance(error.__cause__, ValueError) else error from error
-        for number, job in enumerate(jobs):
+        for number, job in enumerate(jobs, 1):
             timeout_s = SHAPE_TIMEOUT_S + arguments.budget
             try:
                 outcome = pool.run(search, job, arguments.budget, grid, timeout_s=timeout_s)[0]
             except RankError as error:
-                failed += 1
                 console.print(f"{job}: {error.headline}", style="red", markup=False)
                 continue
             outcomes.append(outcome)
-            console.print(f"[{number + 1}/{len(jobs)}] {summary(outcome)}", markup=False)
+            console.print(f"[{number}/{len(jobs)}] {summary(outcome)}", markup=False)
             if len(jobs) == 1 or grid:
                 print_best(console, outcome)
                 for reason, times in outcome.refused.most_common():
@@ -124,16 +123,14 @@ def _tune(console, arguments: argparse.Namespace) -> int:
     if tkernels.RUNTIME == "simulated":
         console.print("simulated runtime: times are the interpreter's")
     write_json([_plain(outcome) for outcome in outcomes], arguments.json)
-    return 1 if failed else 0
+    return 1 if len(outcomes) < len(jobs) else 0
 
 
 def search(ctx, job, budget_s: float, grid: dict):
     """Collective. Tune one shape."""
     from tkernels.tune import tune
 
-    sizes = job.operation, job.M, job.N, job.K, job.dtype
-    how = {"layout": job.layout, "fast_accum": job.fast_accum}
-    return tune(*sizes, **how, ctx=ctx, budget_s=budget_s, grid=grid)
+    return tune(**vars(job), ctx=ctx, budget_s=budget_s, grid=grid)
 
 
 def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
@@ -151,13 +148,12 @@ def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
     names = (("tiny" if simulated else "layers") if arguments.shape is None else arguments.shape).split(",")
     if arguments.accum and arguments.dtype != "fp8":
         raise ValueError(f"--accum {arguments.accum} is of fp8, and --dtype is {arguments.dtype}")
-    how, jobs = (shapes.WITH_FP8[arguments.dtype], arguments.layout, arguments.accum != "precise"), []
-    for operation, found in shapes.find(asked, names).items():
-        jobs += [Job(operation, *sizes, *how) for sizes in found.values()]
+    how = shapes.WITH_FP8[arguments.dtype], arguments.layout, arguments.accum != "precise"
+    found = shapes.find(asked, names)
+    jobs = [Job(operation, *sizes, *how) for operation, named in found.items() for sizes in named.values()]
     for job in jobs:
         job.check(ranks)
-        if simulated and (refusal := shapes.interpreter_refusal((job.M, job.N, job.K))):
-            raise ValueError(refusal)
+        shapes.check_interpretable(job.M, job.N, job.K)
     return sorted(dict.fromkeys(jobs), key=lambda job: (job.operation, *job.key(ranks)[1:4]))[::-1]
 
 

@@ -27,17 +27,14 @@ def integers(shape, dtype: torch.dtype, seed: int, low: int = -4, high: int = 4,
     Sums of products are exact in fp32 while ``terms * max(|low|, high)**2`` is at most 2**24.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, _sizes(shape), generator=generator).to(device=device, dtype=dtype)
+    x = torch.empty(shape, dtype=torch.int64).random_(low, high + 1, generator=generator)
+    return x.to(device=device, dtype=dtype)
 
 
 def normal(shape, dtype: torch.dtype, seed: int, device="cpu") -> torch.Tensor:
     """Normal values of mean 0 and variance 1, rounded to dtype; the same on every device and rank for one seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(_sizes(shape), generator=generator).to(device=device, dtype=dtype)
-
-
-def _sizes(shape) -> tuple[int, ...]:
-    return (shape,) if isinstance(shape, int) else tuple(shape)
+    return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
 
 def poison(t: torch.Tensor) -> torch.Tensor:

@@ -60,12 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(operation: str, shape: str, sizes: tuple[int, int, int], ranks: int):
     from tkernels import shapes
-    from tkernels.comm.runtime import RUNTIME
 
     if ranks < 2:
         raise ValueError(f"{ranks} rank has nobody to talk to, and nothing to record; pass --ranks of at least 2")
-    if RUNTIME == "simulated" and (refusal := shapes.interpreter_refusal(sizes)):
-        raise ValueError(refusal)
+    shapes.check_interpretable(*sizes)
     divided = "".join(OPERANDS[operation]) + ("m" if "scatter" in operation else "")  # the result's M
     named = zip("MNK", sizes, strict=True)
     odd = [f"{name}={size}" for name, size in named if name.lower() in divided and size % ranks]
