@@ -16,7 +16,7 @@ import tkernels
 from tkernels.comm.context import Context
 from tkernels.demo.model import Block, ModelConfig, Transformer, shard
 from tkernels.demo.operations import CountingCommunicator, OperationCounter
-from tkernels.demo.training import ADAM, Optimizer, loss_part
+from tkernels.demo.training import ADAM, LOSS_SCALE, Optimizer, loss_part
 from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.fully_shard import fully_shard
@@ -45,10 +45,8 @@ class Parallel:
     divided: tuple[str, ...]
     share: str
 
-    def __init__(
-        self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float, float8: str | None = None
-    ):
-        self.model, self.config, self.ctx, self.loss_scale, self.float8 = model, config, ctx, loss_scale, float8
+    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, float8: str | None = None):
+        self.model, self.config, self.ctx, self.float8 = model, config, ctx, float8
         self.counter = OperationCounter(ctx)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -62,10 +60,10 @@ class Parallel:
         since fp16 holds no small numbers.
         """
         masters = self.optimizer.masters
-        self.optimizer.write({name: master.grad * self.loss_scale for name, master in masters.items()})
+        self.optimizer.write({name: master.grad * LOSS_SCALE for name, master in masters.items()})
         whole = gather_state_dict(self.model)
         self.optimizer.write(masters)
-        return {name: value.float() / self.loss_scale for name, value in whole.items()}
+        return {name: value.float() / LOSS_SCALE for name, value in whole.items()}
 
     def close(self):
         """Free memory after the training."""
@@ -81,13 +79,13 @@ class TensorParallel(Parallel):
         R, positions, heads = self.ctx.size, self.config.sequence, self.config.heads
         self.share = f"{positions // R} of {positions} positions and {heads // R} of {heads} heads"
         shard(self.model, self.ctx, self.float8)
-        self.optimizer = Optimizer(self.model, self.loss_scale)
+        self.optimizer = Optimizer(self.model)
 
     def step(self, tokens, targets):
         tokens, targets = (part.chunk(self.ctx.size)[self.ctx.rank] for part in (tokens, targets))
         loss = loss_part(self.model, self.config, tokens, targets, first_position=self.ctx.rank * len(tokens))
         total = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
-        (loss * self.loss_scale).backward()
+        (loss * LOSS_SCALE).backward()
         all_reduce_sequence_parallel_grads(self.model, mesh=self.ctx)
         self.optimizer.step()
         return total
@@ -105,14 +103,14 @@ class PipelineParallel(Parallel):
         own = sum(isinstance(part, Block) for part in self.model.parts)
         microbatches = self.config.batch // MICROBATCH
         self.share = f"{own} of {self.config.layers} blocks; {microbatches} microbatches a step"
-        self.optimizer = Optimizer(self.model, self.loss_scale)
+        self.optimizer = Optimizer(self.model)
         self.comm = CountingCommunicator(self.counter, dtype=model.head.weight.dtype)
 
     def step(self, tokens, targets):
         losses = forward_backward_pipelining(
             [self.model],
             list(zip(tokens.split(MICROBATCH, dim=1), targets.split(MICROBATCH, dim=1), strict=True)),
-            lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * self.loss_scale,
+            lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * LOSS_SCALE,
             self.comm,
             tensor_shape=(self.config.sequence, MICROBATCH, self.config.features),
             overlap=True,
@@ -120,7 +118,7 @@ class PipelineParallel(Parallel):
         )
         self.optimizer.step()
         # Only the last stage has losses.
-        loss = torch.stack(losses).mean() / self.loss_scale if losses else torch.zeros((), device=self.ctx.device)
+        loss = torch.stack(losses).mean() / LOSS_SCALE if losses else torch.zeros((), device=self.ctx.device)
         return tkernels.all_reduce(loss[None], ctx=self.ctx)
 
     def close(self):
@@ -157,7 +155,7 @@ class _SequencesApart(Parallel):
         tokens, targets = (part.chunk(self.ctx.size, dim=1)[self.ctx.rank] for part in (tokens, targets))
         loss = loss_part(self.forward, self.config, tokens, targets)  # the batch's is the sum over ranks
         total = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
-        (loss * self.ctx.size * self.loss_scale).backward()  # times R, since gradients are means over ranks
+        (loss * self.ctx.size * LOSS_SCALE).backward()  # times R, since gradients are means over ranks
         self.optimizer.step()
         return total
 
@@ -171,7 +169,7 @@ class FullySharded(_SequencesApart):
         for block in self.model.blocks:
             fully_shard(block, mesh=self.ctx)
         fully_shard(self.model, mesh=self.ctx)
-        self.optimizer = Optimizer(self.model, self.loss_scale)
+        self.optimizer = Optimizer(self.model)
 
 
 class Zero(_SequencesApart):
@@ -187,7 +185,7 @@ class Zero(_SequencesApart):
             bucket_bytes=4 * BUCKET_ELEMENTS,
             overlap_gather=self.model,
             reduce_dtype=torch.float32,
-            loss_scale=self.loss_scale,
+            loss_scale=LOSS_SCALE,
             **ADAM,
         )
 
@@ -210,7 +208,7 @@ class DataParallel(_SequencesApart):
 
     def split(self):
         self.forward = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS)
-        self.optimizer = Optimizer(self.model, self.loss_scale)
+        self.optimizer = Optimizer(self.model)
 
     def close(self):
         self.forward.remove()

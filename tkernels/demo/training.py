@@ -55,7 +55,7 @@ from tkernels.shapes import WITH_FP8
 
 SIZES = {"sequence": 32, "batch": 8, "heads": 4, "layers": 2}  # those that ranks divide are rounded up to multiples
 ADAM = {"lr": 2e-2, "betas": (0.9, 0.95), "eps": 1e-2}
-FP16_LOSS_SCALE = 1024.0  # fp16's smallest normal number is 6e-5; many gradients are smaller
+LOSS_SCALE = 1024.0  # fp16's smallest normal number is 6e-5; many gradients are smaller. Other dtypes lose nothing
 ROUNDINGS_PER_LAYER = 10  # norm, qkv, attention, proj, sum; norm, fc1, gelu, fc2, sum
 FLOAT8 = "rowwise"  # the recipe of layers in FP8
 QUANTIZATIONS_PER_LAYER = 2 * 4  # of both operands of qkv, proj, fc1, fc2
@@ -91,18 +91,18 @@ def allowed_loss(config: ModelConfig, dtype: torch.dtype, loss: float, steps: in
 class Optimizer:
     """Adam on fp32 copies of a model's parameters, which get the updated values rounded to their dtype.
 
-    masters: the copies by the parameters' names; they keep the gradients of the last step, without the loss scale.
+    masters: the copies by the parameters' names; they keep the gradients of the last step, without LOSS_SCALE.
     """
 
-    def __init__(self, model: nn.Module, loss_scale: float):
-        self.parameters, self.loss_scale = dict(model.named_parameters()), loss_scale
+    def __init__(self, model: nn.Module):
+        self.parameters = dict(model.named_parameters())
         self.masters = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
         self.adam = torch.optim.AdamW(self.masters.values(), **ADAM)
 
     @torch.no_grad()
     def step(self):
         for name, parameter in self.parameters.items():
-            self.masters[name].grad = parameter.grad.float() / self.loss_scale
+            self.masters[name].grad = parameter.grad.float() / LOSS_SCALE
             parameter.grad = None
         self.adam.step()
         self.write(self.masters)
@@ -154,10 +154,8 @@ class _Training:
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.unsharded = Transformer(self.config).to(ctx.device, result_dtype(dtype))
-        self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
-        float8 = FLOAT8 if dtype in FP8 else None
-        self.sharded = kind(copy.deepcopy(self.unsharded), self.config, ctx, self.loss_scale, float8)
-        self.optimizer = Optimizer(self.unsharded, self.loss_scale)
+        self.sharded = kind(copy.deepcopy(self.unsharded), self.config, ctx, FLOAT8 if dtype in FP8 else None)
+        self.optimizer = Optimizer(self.unsharded)
 
 
 _here: _Training | None = None
@@ -196,7 +194,7 @@ def step(ctx: Context) -> Step:
         sharded = _here.sharded.step(tokens, targets).item()
     seconds = time.perf_counter() - began
     loss = loss_part(_here.unsharded, _here.config, tokens, targets)
-    (loss * _here.loss_scale).backward()
+    (loss * LOSS_SCALE).backward()
     _here.optimizer.step()
     ctx.check()
     unsharded = loss.item()
