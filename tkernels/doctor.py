@@ -323,6 +323,7 @@ def try_operation(ctx, name: str, transport: str) -> Outcome:
     import torch
 
     import tkernels
+    from tkernels.timing import agree
 
     options = dict(transport=transport, heap_bytes=64 << 20, timeout_s=ctx.timeout_s, default=False)
     with contextlib.nullcontext(ctx) if transport == ctx.transport else tkernels.init(**options) as ctx:
@@ -335,9 +336,8 @@ def try_operation(ctx, name: str, transport: str) -> Outcome:
             seconds = time.perf_counter() - start
         problem = None
         if want is not None and not torch.equal(got, want):
-            problem = f"rank {ctx.rank}: {int((got != want).sum())} of {want.numel()} numbers are not torch's"
-        problem = next(filter(None, ctx.group.gather(problem)), None)
-    return Outcome(name, transport, seconds * 1e3, problem)
+            problem = f"{int((got != want).sum())} of {want.numel()} numbers are not torch's"
+        return Outcome(name, transport, seconds * 1e3, agree(ctx, problem))
 
 
 def _case(ctx, name: str) -> tuple:

@@ -43,6 +43,10 @@ class Launch:
         """The kind of a program: "comm" or "compute"."""
         return "comm" if self.num_comm is None or program < self.num_comm else "compute"
 
+    def programs(self) -> dict[str, int]:
+        """The number of programs of each kind."""
+        return dict(Counter(map(self.role, range(len(self.marks)))))
+
     def thread(self, program: int) -> int:
         """The number of the thread that shows a program."""
         return 1 + program + self.lane * LANE
@@ -167,30 +171,26 @@ class Trace:
         if not -count <= launch < count:
             raise ValueError(f"summary: launch {launch} of {count} that every rank recorded")
         number = launch % count
+        slices = [self._by_launch[rank, number] for rank in range(len(self.launches))]
+        spans = [end - begin for begin, end in map(_span, slices)]
+        moving, hidden = (sum(times) for times in zip(*map(_moving, slices), strict=True))
         spent, total = defaultdict(Counter), Counter()  # us, by kind of program
-        spans, moving, hidden = [], 0.0, 0.0
-        for rank, own in enumerate(self.launches):
-            slices, launch = self._by_launch[rank, number], own[number]
-            begin, end = _span(slices)
-            spans.append(end - begin)
-            for s in slices:
-                spent[launch.role(s.program)][s.kind] += s.end_us - s.begin_us
-            for program in range(len(launch.marks)):
-                total[launch.role(program)] += end - begin
-            moves, both = _moving(slices)
-            moving, hidden = moving + moves, hidden + both
+        for own, theirs, span in zip(self.launches, slices, spans, strict=True):
+            for s in theirs:
+                spent[own[number].role(s.program)][s.kind] += s.end_us - s.begin_us
+            for role, programs in own[number].programs().items():
+                total[role] += programs * span
         shares = {}
         for role in sorted(total, reverse=True):
             busy = {kind: spent[role][kind] / total[role] for kind in SHARES if kind in spent[role]}
             shares[role] = busy | {"idle": 1 - sum(busy.values())}
         first = self.launches[0][number]
-        programs = Counter(first.role(program) for program in range(len(first.marks)))
         return Summary(
             operation=first.operation,
             ranks=len(self.launches),
             span_us=max(spans),
             shares=shares,
-            programs={role: programs[role] for role in shares},
+            programs=first.programs(),
             moving_us=moving / len(self.launches),
             hidden=hidden / moving if moving else 1.0,
         )
