@@ -27,6 +27,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import pickle
 import sys
@@ -40,7 +41,7 @@ import pytest
 # cores; on GPUs each rank holds memory.
 MAX_POOLS = {"simulated": 4, "nvshmem": 3}
 
-_SIZE = "_tkernels_ranks"  # the fixture that carries a test's world size
+_SIZE = "_tkernels_ranks"  # the parameter that is a test's world size
 _POOLS = pytest.StashKey[dict]()
 _CLOSE_ERRORS = pytest.StashKey[list]()
 
@@ -74,12 +75,7 @@ def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is not None and _mistake(marker) is None:
         metafunc.fixturenames.append(_SIZE)
-        metafunc.parametrize(_SIZE, marker.args, ids=[f"{size}-ranks" for size in marker.args], indirect=True)
-
-
-@pytest.fixture(name=_SIZE)
-def _world_size(request):
-    return request.param
+        metafunc.parametrize(_SIZE, marker.args, ids=[f"{size}-ranks" for size in marker.args])
 
 
 @pytest.fixture
@@ -120,7 +116,10 @@ def pytest_pyfunc_call(pyfuncitem):
 
     failure, timeout_s = None, marker.kwargs.get("timeout_s")
     timeout_s = _default_timeout(pyfuncitem.config) if timeout_s is None else timeout_s
-    values, state = _pickled_values(pyfuncitem)
+    taken = inspect.signature(pyfuncitem.function).parameters
+    given = {name: value for name, value in pyfuncitem.funcargs.items() if name in taken}
+    values = _pickled("the value of fixture", given)
+    state = _pickled("the attribute", vars(pyfuncitem.instance) if pyfuncitem.cls else {})
     pool, environment = _pool(pyfuncitem)
     owner = pyfuncitem.cls.__qualname__ if pyfuncitem.cls else ""
     module = pyfuncitem.module.__name__, pyfuncitem.module.__file__
@@ -219,37 +218,24 @@ def _close_oldest(config):
         config.stash[_CLOSE_ERRORS].append(str(error))
 
 
-def _pickled_values(item) -> tuple[dict[str, bytes | None], dict[str, bytes | None]]:
-    """The arguments of a test's function, and what setup_method and fixtures have set on its instance.
-
-    Each is pickled separately; None stands for ctx.
-    """
+def _pickled(what: str, named: dict) -> dict[str, bytes | None]:
+    """Values, each pickled separately; None stands for ctx."""
     from tkernels.launch import dumps
 
-    problem = None
-
-    def pickled(what: str, named: dict) -> dict:
-        nonlocal problem
-        found = {}
-        for name, value in named.items():
-            if isinstance(value, pytest.MonkeyPatch):
-                value = pytest.MonkeyPatch()  # what fixtures have patched by it is not the body's to undo
-            try:
-                found[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
-            except Exception as error:  # a value's own __reduce__ can raise anything
-                problem = f"{what} {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}"
-        return found
-
-    taken = inspect.signature(item.function).parameters
-    values = pickled("the value of fixture", {name: item.funcargs[name] for name in taken if name in item.funcargs})
-    state = pickled("the attribute", vars(item.instance) if item.cls else {})
-    if problem is not None:
-        pytest.fail(
-            f"{problem}. Fixtures run in pytest's process; make this value in the body of the test, "
-            "or let the fixture return one that pickles.",
-            pytrace=False,
-        )
-    return values, state
+    found = {}
+    for name, value in named.items():
+        if isinstance(value, pytest.MonkeyPatch):
+            value = pytest.MonkeyPatch()  # what fixtures have patched by it is not the body's to undo
+        try:
+            found[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
+        except Exception as error:  # a value's own __reduce__ can raise anything
+            pytest.fail(
+                f"{what} {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}. Fixtures run in "
+                "pytest's process; make this value in the body of the test, or let the fixture return one that "
+                "pickles.",
+                pytrace=False,
+            )
+    return found
 
 
 # Code that runs in a rank
@@ -264,10 +250,8 @@ def _run_body(ctx, import_path, module, body, environment) -> tuple[str, str] | 
     sys.path[:] = import_path
     place, (owner, function, *given) = _load(*module), body
     values, state = ({name: ctx if value is None else pickle.loads(value) for name, value in g.items()} for g in given)
-    for name in filter(None, owner.split(".")):
-        place = getattr(place, name)
     if owner:
-        place = place()
+        place = operator.attrgetter(owner)(place)()
         vars(place).update(state)
     body = getattr(place, function)
     with mock.patch.dict(os.environ):  # back to what it was, whatever the body does
