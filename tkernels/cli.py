@@ -143,23 +143,23 @@ def file_to_write(text: str) -> Path:
 
 
 def console_of(*outputs: str | None, width: int | None = None):
-    """Where a command reports: stdout, or stderr if one of its outputs is "-". width: where there is no terminal."""
+    """Where a command reports, text as it is: stdout, or stderr if an output is "-". width: where is no terminal."""
     from rich.console import Console
 
-    return Console(stderr="-" in outputs, highlight=False, width=None if sys.stdout.isatty() else width)
+    as_it_is = {"markup": False, "emoji": False, "highlight": False}
+    return Console(stderr="-" in outputs, width=None if sys.stdout.isatty() else width, **as_it_is)
 
 
 def print_table(console, headings, rows, title: str | None = None, right=()):
     """Print rows of cells, each a text or rich's Text. right: the headings of numbers."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=title and Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*row)
     console.print(table)
 
 
@@ -167,13 +167,12 @@ def print_facts(console, facts, width: int):
     """Print pairs of a name and a text, or rich's Text, below each other. width: of the names."""
     from rich.padding import Padding
     from rich.table import Table
-    from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="cyan", no_wrap=True, min_width=width)
     grid.add_column()
     for name, fact in facts:
-        grid.add_row(name, Text(fact) if isinstance(fact, str) else fact)
+        grid.add_row(name, fact)
     console.print()
     console.print(Padding.indent(grid, 2))
 

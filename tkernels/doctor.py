@@ -297,7 +297,7 @@ def _try_everything(console, found: Diagnosis, pool):
     console.print()
     if not console.is_terminal:
         console.print(what)
-    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+    with console.status(what):  # shows nothing where there is no terminal
         try:
             with found.timed("ranks' start"):
                 pool.run(nothing)
@@ -432,14 +432,12 @@ def _say_operations(console, found: Diagnosis):
 
 def _say_verdict(console, found: Diagnosis):
     """The last lines: what is broken, or that everything works."""
-    from rich.markup import escape
-
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds.items())
-    console.print(f"[dim]{sum(found.seconds.values()):.1f} s: {parts}")
+    console.print(f"{sum(found.seconds.values()):.1f} s: {parts}", style="dim")
     if found.skipped:
         console.print(f"\n  nothing was tried: {found.skipped}\n" if found.skipped != "--no-run" else "")
     for problem in found.problems:
-        console.print(f"[bold red]broken: {escape(problem)}")
+        console.print(f"broken: {problem}", style="bold red")
     if not found.problems:
         tried = f"{len(found.operations)} operations work" if found.operations else "chosen"
-        console.print(f"[bold green]{found.runtime} runtime, transport {found.transport}: {tried}")
+        console.print(f"{found.runtime} runtime, transport {found.transport}: {tried}", style="bold green")

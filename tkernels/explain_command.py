@@ -74,17 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
     answers, console = [], console_of(arguments.json, width=WIDTH)
     for (operation, M, N, K), choice in choices.items():
         title = f"{operation} {M}x{N}x{K} {arguments.dtype}, {ranks} x {gpu.name}"
-        console.print(title, style="bold", markup=False)
+        console.print(title, style="bold")
         print_ways(console, choice.ways)
-        console.print(f"takes {choice.ways[0].name}: {choice.reason}", markup=False)
+        console.print(f"takes {choice.ways[0].name}: {choice.reason}")
         if not local:
-            console.print(saving(choice.ways), markup=False)
+            console.print(saving(choice.ways))
         answers.append(
             {"operation": operation, "M": M, "N": N, "K": K, "dtype": arguments.dtype, "ranks": ranks,
              "gpu": gpu.name, "known": gpu.known, "path": choice.path, "reason": choice.reason,
              "ways": [plain(way) for way in choice.ways]}
         )  # fmt: skip
-    console.print(KNOWN[gpu.known].format(gpu=gpu.name), style="dim", markup=False)
+    console.print(KNOWN[gpu.known].format(gpu=gpu.name), style="dim")
     write_json(answers, arguments.json)
     return 0
 

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 
 import tkernels
-from tkernels.cli import console_of, count, output, print_table, write_json, write_output
+from tkernels.cli import console_of, count, output, print_table, write_json
 
 BEST = 5
 WIDTH = 120
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             said, code = f"{tuned.clear()} records removed: {tuned.path()}", 0
         except OSError as error:
             said, code = f"tkernels tune --clear: {error}", 1
-        console.print(tuned.printable(said), markup=False)
+        console.print(tuned.printable(said))
         return code
     return _tune(console, arguments)
 
@@ -94,7 +94,7 @@ def _tune(console, arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or default_ranks()
     try:
         jobs = jobs_of(arguments, ranks)
-        grid = parse_grid(list(arguments.grid))
+        grid = parse_grid(arguments.grid)
         for job in jobs:
             check_grid(grid, job.operation)
     except ValueError as error:
@@ -112,14 +112,14 @@ def _tune(console, arguments: argparse.Namespace) -> int:
             try:
                 outcome = pool.run(search, job, arguments.budget, grid, timeout_s=timeout_s)[0]
             except RankError as error:
-                console.print(f"{job}: {error.headline}", style="red", markup=False)
+                console.print(f"{job}: {error.headline}", style="red")
                 continue
             outcomes.append(outcome)
-            console.print(f"[{number}/{len(jobs)}] {summary(outcome)}", markup=False)
+            console.print(f"[{number}/{len(jobs)}] {summary(outcome)}")
             if len(jobs) == 1 or grid:
                 print_best(console, outcome)
                 for reason, times in outcome.refused.most_common():
-                    console.print(f"{times} not tried, {reason}", style="dim", markup=False)
+                    console.print(f"{times} not tried, {reason}", style="dim")
     if tkernels.RUNTIME == "simulated":
         console.print("simulated runtime: times are the interpreter's")
     write_json([_plain(outcome) for outcome in outcomes], arguments.json)
@@ -205,7 +205,7 @@ def _list(console) -> int:
     title = tuned.printable(f"remembered in {tuned.path()}, and with the package")
     print_table(console, headings, rows, title, right=("us", "default"))
     for place, reason in damaged.items():
-        console.print(tuned.printable(f"{place} is ignored: {reason}"), style="yellow", markup=False)
+        console.print(tuned.printable(f"{place} is ignored: {reason}"), style="yellow")
     return 0
 
 
@@ -214,9 +214,8 @@ def _export(console, target: str) -> int:
     from tkernels import tuned
 
     records, damaged = tuned.saved()
-    lines = "".join(json.dumps(record) + "\n" for record in sorted(records, key=lambda r: json.dumps(r["key"])))
-    write_output(lines, target)
-    console.print(f"{len(records)} records written; {len(damaged)} lines that hold none left out", markup=False)
+    write_json(sorted(records, key=lambda record: json.dumps(record["key"])), target)
+    console.print(f"{len(records)} records written; {len(damaged)} lines that hold none left out")
     return 0
 
 

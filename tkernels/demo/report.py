@@ -25,7 +25,7 @@ def print_setup(console, setup: dict):
         "step": "{tokens} tokens: {batch} sequences of {sequence} characters; seed {seed}",
     }
     print_facts(console, ((name, fact.format(how=how, **setup)) for name, fact in facts.items()), NAMES)
-    console.print(Text(f"\n{HEADINGS}", "bold"))
+    console.print(f"\n{HEADINGS}", style="bold")
 
 
 def print_step(console, step):
@@ -51,7 +51,7 @@ def print_result(console, steps, gradient, operations, problem, plot, seconds, *
         losses = f"{steps[0].sharded:.2f} to {steps[-1].sharded:.2f}"
         within = max(step.difference for step in steps)
         verdict = f"sharded and unsharded losses agree: {len(steps)} steps, {losses}, within {within:.1e}"
-    console.print(Text(f"\n{verdict}", "bold red" if problem else "bold green"))
+    console.print(f"\n{verdict}", style="bold red" if problem else "bold green")
 
 
 def check_picture(path: Path):

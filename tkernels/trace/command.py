@@ -139,9 +139,7 @@ def _report(result: dict, console):
         cells = [f"{100 * shares[kind]:.1f} %" if kind in shares else "" for kind in kinds]
         rows.append((f"{summary.programs[role]} {role}", *cells))
 
-    def say(text: str):
-        console.print(text, markup=False, soft_wrap=True)
-
+    say = functools.partial(console.print, soft_wrap=True)
     say(
         f"{result['operation']} {result['shape']} (M {M}, N {N}, K {K}, {result['dtype']}) on {summary.ranks} ranks, "
         f"{result['device']}, transport {result['transport']}"
