@@ -144,7 +144,7 @@ def test_layers_in_fp8_train_beside_a_model_in_bf16(ctx):
     assert last.sharded < first.sharded - 0.2
     assert 2**-6 < gradient.error <= gradient.allowed  # more than bf16 rounds
 
-    operations = {operation.operation: operation for operation in training.finish(ctx)}
+    operations = {operation.operation: operation for operation in training.operations(ctx)}
     # 2 steps of 8 linear layers: of each x, dy and both layouts of w, and what has travelled back to bf16.
     calls = {"quantize": 64, "dequantize": 16, "all_gather_matmul": 16, "matmul_reduce_scatter": 16}
     assert {name: operations[name].calls for name in calls} == calls
@@ -200,7 +200,7 @@ def test_another_way_to_split_trains_to_the_same_losses(ctx, kind):
     assert 0 < gradient.error <= gradient.allowed < 1e-4
     assert len(set(ctx.group.gather(last.sharded))) == 1
 
-    operations = {operation.operation: operation for operation in training.finish(ctx)}
+    operations = {operation.operation: operation for operation in training.operations(ctx)}
     if kind == "pp":
         operations["send"] = operations.pop("send_backward" if ctx.rank else "send_forward")
         assert operations["send"].seconds is None
@@ -219,7 +219,6 @@ def test_another_way_to_split_takes_other_dtypes(ctx, kind, dtype):
     step, gradient = training.step(ctx), training.worst_gradient(ctx)
     assert step.difference <= step.allowed
     assert 0 < gradient.error <= gradient.allowed
-    training.finish(ctx)
 
 
 def losing(kind):

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if problem:
                     break
         if not problem:
-            operations = pool.run(training.finish)[0]
+            operations = pool.run(training.operations)[0]
     if arguments.plot:
         draw(setup, steps, arguments.plot)
     result = {

@@ -31,7 +31,7 @@ MICROBATCH = 2  # sequences
 class Parallel:
     """A way to split the training over ranks, and a rank's part of it.
 
-    Collective, as are step, gradients and close. model: has the initial weights, and is split in place. float8: the
+    Collective, as are step and gradients. model: has the initial weights, and is split in place. float8: the
     recipe of the linear layers that are split, or None.
 
     name: as --parallel takes it.
@@ -64,9 +64,6 @@ class Parallel:
         whole = gather_state_dict(self.model)
         self.optimizer.write(masters)
         return {name: value.float() / LOSS_SCALE for name, value in whole.items()}
-
-    def close(self):
-        """Free memory after the training."""
 
 
 class TensorParallel(Parallel):
@@ -120,9 +117,6 @@ class PipelineParallel(Parallel):
         # Only the last stage has losses.
         loss = torch.stack(losses).mean() / LOSS_SCALE if losses else torch.zeros((), device=self.ctx.device)
         return tkernels.all_reduce(loss[None], ctx=self.ctx)
-
-    def close(self):
-        self.comm.close()
 
 
 class _Embeddings(nn.Module):
@@ -196,10 +190,6 @@ class Zero(_SequencesApart):
         # Adam's first moment after one step
         return {name: state[number]["exp_avg"] / (1 - ADAM["betas"][0]) for number, name in enumerate(names)}
 
-    def close(self):
-        self.optimizer.ensure_params_ready()
-        self.optimizer.remove()
-
 
 class DataParallel(_SequencesApart):
     """Gradients are averaged over all ranks, a bucket at a time."""
@@ -209,9 +199,6 @@ class DataParallel(_SequencesApart):
     def split(self):
         self.forward = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS)
         self.optimizer = Optimizer(self.model)
-
-    def close(self):
-        self.forward.remove()
 
 
 KINDS = {kind.name: kind for kind in (TensorParallel, PipelineParallel, FullySharded, Zero, DataParallel)}

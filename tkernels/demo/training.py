@@ -1,7 +1,7 @@
 """Trains the sharded model on the ranks and, on every rank, the unsharded one beside it.
 
-`start`, `step`, `worst_gradient` and `finish` run in a rank's process, where `_here` holds the models in between; the
-parent calls one after the other.
+`start`, `step`, `worst_gradient` and `operations` run in a rank's process, where `_here` holds the models in between;
+the parent calls one after the other.
 
 How far may the two differ? They add the same numbers in two orders. Rounding errors add up as a random walk, to
 
@@ -214,8 +214,6 @@ def worst_gradient(ctx: Context) -> Gradient:
     return Gradient(ctx.rank, worst, errors[worst], allowed_gradient(_here.config, _here.dtype))
 
 
-def finish(ctx: Context) -> list[Operation]:
-    """Collective. End the training. Returns what this rank called and sent."""
-    operations = _here.sharded.counter.operations()
-    _here.sharded.close()
-    return operations
+def operations(ctx: Context) -> list[Operation]:
+    """What this rank has called and sent so far."""
+    return _here.sharded.counter.operations()
