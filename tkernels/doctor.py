@@ -378,14 +378,8 @@ def _say_software(console, inventory: dict):
     rows = {"python": "{python}, {system}, {cores} cores".format(**inventory)}
     rows |= {name: version or Text("not installed", "dim") for name, version in inventory["packages"].items()}
     for name, path in (("NVSHMEM library", "nvshmem_library"), ("NVSHMEM bitcode", "nvshmem_bitcode")):
-        rows[name] = _from_nvidia(inventory[path]) if inventory[path] else Text("not found", "dim")
+        rows[name] = inventory[path] or Text("not found", "dim")
     print_facts(console, rows.items(), NAMES)
-
-
-def _from_nvidia(path: str) -> str:
-    """The path from the folder `nvidia` on."""
-    parts = Path(path).parts
-    return str(Path(*parts[parts.index("nvidia") :])) if "nvidia" in parts else path
 
 
 def _say_gpus_and_choice(console, found: Diagnosis):

@@ -298,15 +298,13 @@ class _Search:
         if (reason := self._try(self.default)) is not None:
             raise TkernelsError(f"tune: {self.job}: the default configuration failed: {reason}")
         found, refused = product(self.default, grid, self.problem) if grid else variants(self.default, self.problem)
-        began, usable = time.monotonic(), []
-        for number, config in enumerate(found, 1):
+        finished, usable = self._agreed(time.monotonic() < self.deadline), []
+        for number, config in enumerate(found, 1):  # these calls compile, which the budget excludes
             self.status.update(f"{self.job}: comparing results, {number} of {len(found)}")
             if config == self.default or (reason := self._try(config)) is None:
                 usable.append(config)
             else:
                 refused[reason] += 1
-        self.deadline += time.monotonic() - began  # these calls compile
-        finished = self._agreed(time.monotonic() < self.deadline)
         if finished:
             self._round(usable, FIRST_ITERATIONS)
         else:
