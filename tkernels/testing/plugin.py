@@ -114,7 +114,7 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     from tkernels.launch import RankError
 
-    failure, timeout_s = None, marker.kwargs.get("timeout_s")
+    timeout_s = marker.kwargs.get("timeout_s")
     timeout_s = _default_timeout(pyfuncitem.config) if timeout_s is None else timeout_s
     taken = inspect.signature(pyfuncitem.function).parameters
     given = {name: value for name, value in pyfuncitem.funcargs.items() if name in taken}
@@ -127,18 +127,17 @@ def pytest_pyfunc_call(pyfuncitem):
     try:
         ends = pool.run(_run_body, sys.path, module, body, environment, timeout_s=timeout_s)
     except RankError as error:
-        failure = str(error)
-        expected = [mark.kwargs["raises"] for mark in pyfuncitem.iter_markers("xfail") if mark.kwargs.get("raises")]
-        if error.__cause__ is not None and any(isinstance(error.__cause__, kinds) for kinds in expected):
+        marks = pyfuncitem.iter_markers("xfail")
+        if isinstance(error.__cause__, tuple(mark.kwargs["raises"] for mark in marks if mark.kwargs.get("raises"))):
             raise error.__cause__ from None
-    if failure is None and any(ends):
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    if any(ends):
         rank, (kind, reason) = next((rank, end) for rank, end in enumerate(ends) if end)
-        if all(end and end[0] == kind for end in ends):
-            {"skip": pytest.skip, "xfail": pytest.xfail}[kind](reason)
         others = [rank for rank, end in enumerate(ends) if not end or end[0] != kind]
+        if not others:
+            {"skip": pytest.skip, "xfail": pytest.xfail}[kind](reason)
         words = {"skip": "skipped", "xfail": "failed as expected"}[kind]
         failure = f"rank {rank} {words} ({reason}), but ranks {others} did not; {kind} on every rank or on none"
-    if failure is not None:
         pytest.fail(failure, pytrace=False)
     return True
 
@@ -229,12 +228,12 @@ def _pickled(what: str, named: dict) -> dict[str, bytes | None]:
         try:
             found[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
         except Exception as error:  # a value's own __reduce__ can raise anything
-            pytest.fail(
+            raise pytest.fail.Exception(
                 f"{what} {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}. Fixtures run in "
                 "pytest's process; make this value in the body of the test, or let the fixture return one that "
                 "pickles.",
                 pytrace=False,
-            )
+            ) from None
     return found
 
 
