@@ -265,7 +265,6 @@ def test_a_result_that_cant_be_remembered_is_used_all_the_same(ctx, tmp_path):
         (Job(AG, 64, 65, 64), "N=65 doesn't divide by 2 ranks"),
         (Job(RS, 64, 65, 63), "K=63 doesn't divide by 2 ranks"),
         (Job(AG, 64, 64, 64, layout="NT"), "all_gather_matmul has no layout 'NT'; it takes TN, NN, pointers"),
-        (Job(RS, 0, 64, 64), "must be at least 1"),
         (Job(RS, 64, 64, 64, E4M3, "NN"), "matmul_reduce_scatter of float8_e4m3fn has no layout 'NN'; it takes TN"),
         (Job(RS, 64, 64, 48, E4M3), "float8 takes a K, of each rank, that is a multiple of 16, but here it is 24"),
     ],

@@ -161,8 +161,9 @@ class RankPool:
             return
         num_threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
         flags = subprocess._args_from_interpreter_flags()  # of this interpreter, as multiprocessing does
+        _open_standard_files()
         # The listener is of the TCPStore that rank 0 serves.
-        with _standard_files(), socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
             for rank in range(self.ranks):
                 (pipe, its_pipe), (its_alive, alive) = Pipe(), Pipe(False)
                 stacks = open(os.memfd_create("stacks"), "r+b")
@@ -351,18 +352,11 @@ class RankPool:
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
-@contextlib.contextmanager
-def _standard_files():
-    """What the block opens is none of the files 0 to 2, which ranks inherit: where they are closed, they are null."""
-    null = [os.open(os.devnull, os.O_RDWR)]
-    while null[-1] <= 2:
-        os.set_inheritable(null[-1], True)
-        null.append(os.open(os.devnull, os.O_RDWR))
-    try:
-        yield
-    finally:
-        for each in null:
-            os.close(each)
+def _open_standard_files():
+    """Make null of the files 0 to 2 that are closed: ranks inherit these, so nothing that is opened may be one."""
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(null, True)
+    os.close(null)
 
 
 def _end(ranks: list[_Rank]):

@@ -76,8 +76,6 @@ class Job:
                 f"tune: one rank multiplies alone, so {self.operation} is matmul there, with matmul's configuration; "
                 f"tune matmul, or on 2 ranks or more"
             )
-        if min(self.M, self.N, self.K) < 1:
-            raise ValueError(f"tune: M={self.M}, N={self.N}, K={self.K} must be at least 1")
         takes = configs.LAYOUTS if self.operation != "all_gather_matmul" else ("TN", "NN", "pointers")
         takes = ("TN",) if self.dtype in FP8 else takes
         if self.layout not in takes:
