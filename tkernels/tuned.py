@@ -125,14 +125,11 @@ def known(ranks: int, transport: str, report: bool = True) -> list[dict]:
     alike = [spot | {"gpu": LIKE.get(spot["gpu"])} for spot in general]
     packaged = shipped()
     return [
-        *(record for record in packaged if _holds(record, alike)),
-        *(record for record in packaged if _holds(record, general)),
-        *(record for record in records if _holds(record, [here, alone])),
+        record
+        for places, group in ((alike, packaged), (general, packaged), ([here, alone], records))
+        for record in group
+        if any(fields.items() <= record["key"].items() for fields in places)
     ]
-
-
-def _holds(record: dict, places: list[dict]) -> bool:
-    return any(fields.items() <= record["key"].items() for fields in places)
 
 
 def clear() -> int:
