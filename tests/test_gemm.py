@@ -19,11 +19,19 @@ from tkernels.configs import GemmConfig
 from tkernels.gemm import DTYPES, Matrix, load_tile, precision, store_tile, tma_allowed
 from tkernels.gpus import H200, SIMULATED
 from tkernels.model import default_config
-from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal
+from tkernels.testing.compare import assert_close_to, integers, normal
 
 DEVICE = runtime.device()
 # Whether x and w are row-major (T: as nn.Linear has them, K contiguous) or transposed views (N).
 LAYOUTS = {"TN": (False, False), "NN": (False, True), "NT": (True, True), "TT": (True, False)}
+AWKWARD_SHAPES = [  # (M, N, K)
+    (1, 16, 32),  # one row
+    (1, 1, 1),
+    (7, 13, 31),  # primes
+    (64, 32, 8),  # K smaller than a block
+    (65, 33, 129),  # one over a block each way
+    (37, 96, 50),  # many blocks of columns, part of a block of rows
+]
 
 
 def chosen(monkeypatch, way):

@@ -11,15 +11,6 @@ import torch
 
 from tkernels.rounding import tolerance
 
-AWKWARD_SHAPES = [  # (M, N, K)
-    (1, 16, 32),  # one row
-    (1, 1, 1),
-    (7, 13, 31),  # primes
-    (64, 32, 8),  # K smaller than a block
-    (65, 33, 129),  # one over a block each way
-    (37, 96, 50),  # many blocks of columns, part of a block of rows
-]
-
 
 def integers(shape, dtype: torch.dtype, seed: int, low: int = -4, high: int = 4, device="cpu") -> torch.Tensor:
     """Random integers from low to high, both included; the same on every device and rank for one seed.
