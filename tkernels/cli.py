@@ -146,8 +146,10 @@ def console_of(*outputs: str | None, width: int | None = None):
     """Where a command reports, text as it is: stdout, or stderr if an output is "-". width: where is no terminal."""
     from rich.console import Console
 
-    as_it_is = {"markup": False, "emoji": False, "highlight": False}
-    return Console(stderr="-" in outputs, width=None if sys.stdout.isatty() else width, **as_it_is)
+    console = Console(stderr="-" in outputs, markup=False, emoji=False, highlight=False)
+    if width and not console.is_terminal:
+        console.width = width
+    return console
 
 
 def print_table(console, headings, rows, title: str | None = None, right=()):
