@@ -39,6 +39,7 @@ import copy
 import math
 import time
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -143,29 +144,22 @@ class Gradient:
     allowed: float
 
 
-class _Training:
-    """The two models of one rank. kind: the way in which one of them is split, a class of tkernels.demo.parallel."""
-
-    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type):
-        self.dtype, self.steps = dtype, 0
-        self.text = Text.of_python_help()
-        sizes = {name: round_up(size, ctx.size if name in kind.divided else 1) for name, size in SIZES.items()}
-        self.config = ModelConfig(vocabulary=len(self.text.vocabulary), **sizes)
-        self.generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed)
-        self.unsharded = Transformer(self.config).to(ctx.device, result_dtype(dtype))
-        self.sharded = kind(copy.deepcopy(self.unsharded), self.config, ctx, FLOAT8 if dtype in FP8 else None)
-        self.optimizer = Optimizer(self.unsharded)
-
-
-_here: _Training | None = None
+_here = SimpleNamespace()
 
 
 def start(ctx: Context, dtype: str, seed: int, kind: type) -> dict:
-    """Collective. Make both models. Returns what they are, by name."""
-    global _here
-    _here = _Training(ctx, WITH_FP8[dtype], seed, kind)
-    config = _here.config
+    """Collective. Make both models. Returns what they are, by name.
+
+    kind: the way in which one of them is split, a class of tkernels.demo.parallel.
+    """
+    _here.dtype, _here.text, _here.steps = WITH_FP8[dtype], Text.of_python_help(), 0
+    sizes = {name: round_up(size, ctx.size if name in kind.divided else 1) for name, size in SIZES.items()}
+    _here.config = config = ModelConfig(vocabulary=len(_here.text.vocabulary), **sizes)
+    _here.generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    _here.unsharded = Transformer(config).to(ctx.device, result_dtype(_here.dtype))
+    _here.sharded = kind(copy.deepcopy(_here.unsharded), config, ctx, FLOAT8 if _here.dtype in FP8 else None)
+    _here.optimizer = Optimizer(_here.unsharded)
     return {
         "runtime": ctx.runtime,
         "transport": ctx.transport,
