@@ -24,6 +24,7 @@ that are marked.
 
 import ast
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -285,11 +286,14 @@ def _load(name: str, path: str):
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
     code = _rewritten(Path(path))
     sys.modules[name] = module
+    gc.disable()  # as in launch: imports take a fifth less time
     try:
         exec(code, vars(module))
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        gc.enable()
     return module
 
 
