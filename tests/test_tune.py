@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -199,9 +200,15 @@ def test_without_a_grid_tiles_are_surveyed_and_single_changes_tried(ctx, tmp_pat
 
 @pytest.mark.ranks(2)
 def test_the_budget_ends_a_search_early_with_what_was_found(ctx, tmp_path):
+    grid = {"group_m": [*range(1, 12)]}  # a round of 8, and 3 that are left
+
+    def us(name, rank):
+        time.sleep(0.1)  # a round takes longer than the budget
+        return best_with("group_m=2", name, rank)
+
     try:
-        outcome = search(ctx, tmp_path, grid={"group_m": [1, 4, 16]}, budget_s=1e-3)
-        assert not outcome.finished and outcome.best == outcome.default
+        outcome = search(ctx, tmp_path, us=us, grid=grid, budget_s=0.1)
+        assert not outcome.finished and outcome.best.config.gemm.group_m == 2
         assert outcome.refused["budget: the time was over before they were measured"] == 3
     finally:
         forget_choices(ctx)

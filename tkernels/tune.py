@@ -38,6 +38,7 @@ from tkernels.timing import measure as measure_all
 from tkernels.variants import check_grid, describe, product, variants
 
 FIRST_ITERATIONS, LAST_ITERATIONS = 5, 15
+OF_A_ROUND = 8  # candidates that are measured beside the default, between two looks at the clock
 FINALISTS = 4
 BUDGET_S = 30.0
 WORTH = 0.99  # a candidate replaces the default only if it takes at most this fraction of the default's time
@@ -275,8 +276,7 @@ class _Search:
 
     def __init__(self, ctx: Context, job: Job, budget_s: float, measure, status: Status):
         self.ctx, self.job, self.measure, self.status = ctx, job, measure, status
-        self.began = time.monotonic()
-        self.deadline = self.began + budget_s
+        self.began, self.budget_s = time.monotonic(), budget_s
         sizes = job.local(ctx.size)
         sizes = sizes if job.operation == "matmul" else fused_sizes(job.operation, *sizes, job.dtype)
         usual = problem_of(ctx, job.operation, *sizes, job.dtype, job.layout_of_calls(ctx.size))
@@ -296,17 +296,20 @@ class _Search:
         if (reason := self._try(self.default)) is not None:
             raise TkernelsError(f"tune: {self.job}: the default configuration failed: {reason}")
         found, refused = product(self.default, grid, self.problem) if grid else variants(self.default, self.problem)
-        finished, usable = self._agreed(time.monotonic() < self.deadline), []
+        usable = []
         for number, config in enumerate(found, 1):  # these calls compile, which the budget excludes
             self.status.update(f"{self.job}: comparing results, {number} of {len(found)}")
             if config == self.default or (reason := self._try(config)) is None:
                 usable.append(config)
             else:
                 refused[reason] += 1
-        if finished:
-            self._round(usable, FIRST_ITERATIONS)
-        else:
-            refused["budget: the time was over before they were measured"] += len(set(usable) - {self.default})
+        deadline = time.monotonic() + self.budget_s
+        while usable and self._agreed(time.monotonic() < deadline):
+            self._round(usable[:OF_A_ROUND], FIRST_ITERATIONS)
+            usable = usable[OF_A_ROUND:]
+        left = len(set(usable) - {self.default})
+        if left:
+            refused["budget: the time was over before they were measured"] += left
         # Regardless of the budget: the fastest of many candidates that were measured a few times is the luckiest one.
         finalists = sorted(self.measured, key=self._us)[:FINALISTS]
         self._round(finalists, LAST_ITERATIONS)
@@ -317,7 +320,7 @@ class _Search:
         measured.remove(self.measured[best])
         return Outcome(
             self.job, self.measured[best], default, [self.measured[best], *measured], self.library_us, refused,
-            time.monotonic() - self.began, finished,
+            time.monotonic() - self.began, not left,
         )  # fmt: skip
 
     def _agreed(self, value):
