@@ -547,7 +547,7 @@ def communicator_on(sim):
     comm._helper = types.SimpleNamespace(dev=sim, context=context, closed=False)
     comm.shape, comm.dtype, comm.comm_type = (64, 4), torch.float32, te.CommOverlapType.AG
     comm.options = te.default_config(2)["qkv_dgrad"]
-    comm.stream = sim.Stream("comm")
+    comm.stream, comm._moved = sim.Stream("comm"), "what it moves"
     return comm
 
 
@@ -902,9 +902,11 @@ def test_environment_variables_that_still_mean_something(ctx):
             assert "NVTE_UB_SPLIT_RS have no meaning any more" in texts[1]
         comm = te.get_ub("qkv_fprop")
         assert comm.context.timeout_s == 70.0 and not te.device_supports_multicast()
-        gathers(comm, ctx)
-        config = next(iter(comm._configs.values()))
-        assert config.max_programs == comm.context.num_programs - 1
+        configs, config = [], communicators.CommOverlapCore._config
+        keep = lambda *arguments: configs.append(config(*arguments)) or configs[-1]  # noqa: E731
+        with mock.patch.object(communicators.CommOverlapCore, "_config", keep):
+            gathers(comm, ctx)
+        assert [each.max_programs for each in configs] == [comm.context.num_programs - 1]
         te.destroy_ub()
         os.environ["NVTE_EXT_MARGIN_SM"] = "some"
         with pytest.raises(ValueError, match="NVTE_EXT_MARGIN_SM='some' must be a number of SMs"):

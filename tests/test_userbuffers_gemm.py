@@ -325,7 +325,7 @@ def test_general_gemm_options_reach_the_kernel(ctx):
 
     def config(comm, tokens=512):
         operation = "all_gather_matmul" if comm.comm_type is AG else "matmul_reduce_scatter"
-        return comm._config(operation, tokens, one.new_empty(tokens, 8), one.new_empty(16, 8), 8, "ieee")
+        return comm._config(operation, tokens, one.new_empty(tokens, 8), one.new_empty(16, 8), 8, "ieee", one.dtype)
 
     common = [512, 16], torch.float32, helper(ctx), 2
     base = config(te.CommOverlapP2P(*common, AG))
@@ -381,7 +381,7 @@ def test_general_gemm_large_shares_of_a_ring_exchange_travel_by_the_copy_engine(
     def config(comm, tokens):
         operation = "all_gather_matmul" if comm.comm_type is AG else "matmul_reduce_scatter"
         x, w = one.new_empty(tokens, hidden), one.new_empty(hidden, hidden)
-        return comm._config(operation, tokens, x, w, hidden, "ieee")
+        return comm._config(operation, tokens, x, w, hidden, "ieee", one.dtype)
 
     common = [tokens, hidden], torch.float32, helper(ctx), 2
     with mock.patch.object(runtime, "RUNTIME", "nvshmem"):  # whose rule it is

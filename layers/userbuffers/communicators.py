@@ -16,7 +16,6 @@ stream before anything else is launched.
 
 import contextlib
 import enum
-import functools
 import inspect
 import itertools
 import math
@@ -168,7 +167,7 @@ class CommOverlapCore:
         highest = get_stream_priority_range()[1]
         self.stream = self._helper.stream(options.comm_priority or highest)
         self._buffer, self._active, self._parts = None, self.shape, None
-        self._configs = {}
+        self._moved = f"what {self!r} moves"  # the name of a lease in each call
         self._number = next(_numbers)  # identifies it among prepared calls, which must not keep it alive
         self._reserve()
 
@@ -331,8 +330,7 @@ class CommOverlapCore:
     def _prepare_all_gather_matmul(self, tensors, how: str, return_gathered: bool | str, rows, out_dtype):
         x, w, *_ = tensors
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
-        config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1], how)
-        config = with_room_for(config, out_dtype, x.dtype, how)
+        config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1], how, out_dtype)
         call = AllGatherMatmul(None, rows, out_dtype, config, None, how, return_gathered)
         return self.context.prepared(call, tensors)
 
@@ -350,11 +348,10 @@ class CommOverlapCore:
         x, w, *_ = tensors
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         rows = check_rows("matmul_reduce_scatter", self.context, rows, total=x.shape[0])
-        spared = self._num_carriers if beside else 0
-        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], how, spared)
         wire = torch.float32 if x.dtype in FP8 and self.dtype is torch.float32 else result_dtype(x.dtype)
         stored = max(out_dtype, wire, key=lambda each: each.itemsize)
-        config = with_room_for(config, stored, x.dtype, how)
+        spared = self._num_carriers if beside else 0
+        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], how, stored, spared)
         call = MatmulReduceScatter(None, rows, out_dtype, config, None, how, wire_dtype=wire)
         return self.context.prepared(call, tensors)
 
@@ -391,10 +388,6 @@ class CommOverlapCore:
             with lease.read(current):
                 pass
             lease.release()
-
-    @functools.cached_property
-    def _moved(self) -> str:
-        return f"what {self!r} moves"
 
     @property
     def _num_carriers(self) -> int:
@@ -443,18 +436,16 @@ class CommOverlapCore:
                 f"of tokens, and {mode}"
             )
 
-    def _config(self, operation: str, tokens: int, x, w, width: int, how: str, spared: int = 0) -> OverlapConfig:
+    def _config(
+        self, operation: str, tokens: int, x, w, width: int, how: str, stored: torch.dtype, spared: int = 0
+    ) -> OverlapConfig:
         """The kernel's configuration: the library's choice, changed by the options. width: columns of the data sent."""
-        layout = fused_layout(x, w)
-        key = operation, tokens, *w.shape, x.dtype, layout, width, how, spared
-        if key not in self._configs:
-            self._check(width, tokens, x.dtype)
-            available = max(self.context.num_programs - self._margin - spared, 2)
-            sizes, sending = (tokens, *w.shape), not self._by_copies
-            config = overlap_config(self.context, operation, *sizes, x.dtype, layout, sending=sending, precision=how)
-            config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
-            self._configs[key] = self._tuned(config, tokens, available)
-        return self._configs[key]
+        self._check(width, tokens, x.dtype)
+        available = max(self.context.num_programs - self._margin - spared, 2)
+        sizes, layout, sending = (tokens, *w.shape), fused_layout(x, w), not self._by_copies
+        config = overlap_config(self.context, operation, *sizes, x.dtype, layout, sending=sending, precision=how)
+        config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
+        return with_room_for(self._tuned(config, tokens, available), stored, x.dtype, how)
 
     @property
     def _by_copies(self) -> bool:
