@@ -142,22 +142,15 @@ def default_config(
     tp_size: int, *, with_cublasmp: bool = False, comm_priority: int = 0, gemm_priority: int = 0
 ) -> dict[str, OverlapOptions]:
     """The default options of every GEMM that has an overlap. Raises ValueError unless tp_size is a number of ranks."""
-    _check_size(tp_size)
-    with_cublasmp = boolean("default_config: with_cublasmp", with_cublasmp)
-    comm_priority = integer("default_config: comm_priority", comm_priority)
-    gemm_priority = integer("default_config: gemm_priority", gemm_priority)
-    return {
-        name: _defaults(name, ways[0], tp_size, comm_priority, gemm_priority)
-        for name, ways in methods(with_cublasmp).items()
-    }
-
-
-def _check_size(tp_size):
     if type(tp_size) is not int or tp_size < 1:
         raise ValueError(f"tp_size={tp_size!r} must be a positive number of ranks")
+    ways = methods(boolean("default_config: with_cublasmp", with_cublasmp))
+    priorities = {"comm_priority": comm_priority, "gemm_priority": gemm_priority}
+    priorities = {key: integer(f"default_config: {key}", value) for key, value in priorities.items()}
+    return {name: replace(_defaults(name, ways[name][0], tp_size), **priorities) for name in ways}
 
 
-def _defaults(name: str, method: str, tp_size: int, comm_priority: int, gemm_priority: int) -> OverlapOptions:
+def _defaults(name: str, method: str, tp_size: int) -> OverlapOptions:
     ring = method == "ring_exchange"
     reduces = _is_reduce_scatter(name, method)
     return OverlapOptions(
@@ -168,8 +161,6 @@ def _defaults(name: str, method: str, tp_size: int, comm_priority: int, gemm_pri
         set_sm_margin=not ring,
         num_splits=tp_size if ring else 4,
         fp8_buf=not reduces,
-        comm_priority=comm_priority,
-        gemm_priority=gemm_priority,
     )
 
 
@@ -181,13 +172,7 @@ def _is_reduce_scatter(name: str, method: str) -> bool:
 
 
 def configure(
-    ub_cfg: dict | None,
-    tp_size: int,
-    *,
-    with_cublasmp: bool = False,
-    comm_priority: int = 0,
-    gemm_priority: int = 0,
-    fp8: bool = False,
+    ub_cfg: dict | None, tp_size: int, *, with_cublasmp: bool = False, fp8: bool = False
 ) -> dict[str, OverlapOptions]:
     """The options of every GEMM's communicator: the defaults, changed by a user's `{GEMM: {option: value}}`.
 
@@ -199,13 +184,11 @@ def configure(
     if ub_cfg is not None and not isinstance(ub_cfg, dict):
         raise TypeError(f"ub_cfgs: a configuration is a dict of GEMMs, not {type(ub_cfg).__name__}")
     allowed = methods(with_cublasmp)
-    given = {name: dict(entry) for name, entry in _entries(ub_cfg or {}, allowed, with_cublasmp).items()}
-    priorities = comm_priority, gemm_priority
-    options = {}
+    given, options = _entries(ub_cfg or {}, allowed, with_cublasmp), {}
     for name, ways in allowed.items():
         entry = given.get(name, {})
         method = _method(name, entry, ways, with_cublasmp)
-        base = _defaults(name, method if name in _SWITCHABLE else ways[0], tp_size, *priorities)
+        base = _defaults(name, method if name in _SWITCHABLE else ways[0], tp_size)
         reduces = _is_reduce_scatter(name, method)
         if entry.get("is_reduce_scatter", reduces) != reduces:
             what = "a reduce-scatter" if reduces else "an all-gather"
@@ -294,7 +277,7 @@ def without_effect(ub_cfg: dict | None, options: dict[str, OverlapOptions], tp_s
         if name not in options:
             continue
         mine = options[name]
-        reasons, default = mine.without_effect, _defaults(name, mine.method, tp_size, 0, 0)
+        reasons, default = mine.without_effect, _defaults(name, mine.method, tp_size)
         for key in entry or ():
             if key in reasons and getattr(mine, key) != getattr(default, key):
                 lines.append(f"{name}.{key}={getattr(mine, key)!r}: {reasons[key]}")

@@ -23,7 +23,6 @@ from tkernels.layers.userbuffers.communicators import (
     CommOverlapP2P,
     check_dtype,
     checked_shape,
-    get_stream_priority_range,
     heap_bytes,
     margin,
     timeout_s,
@@ -50,7 +49,8 @@ REMOVED_VARIABLES = (
 )
 
 _ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
-_state = {"initialized": False, "cublasmp": False, "helper": None, "groups": []}
+_NOTHING = {"helper": None, "groups": (), "cublasmp": False}
+_state = dict(_NOTHING)
 
 
 def initialize_ub(
@@ -121,14 +121,14 @@ def initialize_ub(
         _destroy(groups)
         raise
     _ub_communicators.update(made)
-    _state.update(initialized=True, cublasmp=with_cublasmp, helper=helper, groups=groups)
+    _state.update(helper=helper, groups=groups, cublasmp=with_cublasmp)
 
 
 def destroy_ub() -> None:
     """Collective. Free everything; communicators must not be used afterwards. May be repeated."""
     helper, groups = _state["helper"], _state["groups"]
     _ub_communicators.clear()
-    _state.update(initialized=False, cublasmp=False, helper=None, groups=[])
+    _state.update(_NOTHING)
     if helper is not None:
         try:
             helper.close()
@@ -139,17 +139,17 @@ def destroy_ub() -> None:
 
 def is_ub_initialized() -> bool:
     """Whether initialize_ub has made communicators. May be called at any time; never raises."""
-    return _state["initialized"]
+    return _state["helper"] is not None
 
 
 def using_cublasmp_backend() -> bool:
     """Whether initialize_ub has made communicators with cublasmp semantics. May be called at any time; never raises."""
-    return _state["initialized"] and _state["cublasmp"]
+    return _state["cublasmp"]
 
 
 def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
     """The communicator of a GEMM. Raises RuntimeError before initialize_ub, KeyError for a GEMM without one."""
-    if not _state["initialized"]:
+    if not is_ub_initialized():
         raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before making layers.")
     key = name, FP8 if use_fp8 else NONE
     if key not in _ub_communicators:
@@ -172,7 +172,7 @@ def get_ub_is_fp8(name: str, use_fp8: bool = False) -> bool:
 
 def domain_context() -> Context:
     """The context of this rank's tensor-parallel domain. Raises RuntimeError before initialize_ub."""
-    if not _state["initialized"]:
+    if not is_ub_initialized():
         raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before this call.")
     return _state["helper"].context
 
@@ -206,7 +206,7 @@ def load_ub_cfgs(path: str | os.PathLike) -> dict:
 
 
 def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
-    if _state["initialized"]:
+    if is_ub_initialized():
         raise RuntimeError("UB communicators are already initialized. Call destroy_ub() before.")
     if type(tp_size) is int and tp_size > 1 and not dist.is_initialized():
         raise RuntimeError("initialize_ub: torch.distributed is not initialised; call init_process_group() before")
@@ -236,18 +236,11 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
 
 
 def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
-    if modes and use_fp8:
-        warnings.warn(
-            "initialize_ub: use_fp8 is deprecated, and has no effect beside quantization_modes; leave it out",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    if not modes:
-        if use_fp8:
-            warnings.warn(
-                "initialize_ub: use_fp8 is deprecated; pass quantization_modes", DeprecationWarning, stacklevel=3
-            )
-        modes = [FP8 if use_fp8 else NONE]
+    if use_fp8:
+        beside = ", and has no effect beside quantization_modes; leave it out"
+        way_out = beside if modes else "; pass quantization_modes"
+        warnings.warn(f"initialize_ub: use_fp8 is deprecated{way_out}", DeprecationWarning, stacklevel=3)
+    modes = modes or [FP8 if use_fp8 else NONE]
     if isinstance(modes, torch.dtype):
         raise TypeError(
             f"initialize_ub: quantization_modes={modes}; up to release 2.7 dtype stood in the fourth position, so pass "
@@ -277,10 +270,8 @@ def _configurations(ub_cfgs, modes) -> list[dict | None]:
 
 
 def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQuantizationMode, dict]:
-    lowest, highest = get_stream_priority_range()
-    common = dict(with_cublasmp=with_cublasmp, comm_priority=highest, gemm_priority=lowest)
     pairs = zip(modes, configurations, strict=True)
-    return {mode: configure(ub_cfg, tp_size, fp8=mode is FP8, **common) for mode, ub_cfg in pairs}
+    return {mode: configure(each, tp_size, with_cublasmp=with_cublasmp, fp8=mode is FP8) for mode, each in pairs}
 
 
 @contextlib.contextmanager
