@@ -88,25 +88,23 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
         Raises if one has no communicator, or one of another kind, and MismatchError if ranks request others.
         """
-        name, ag, rs = type(self).__name__, ub_overlap_ag, ub_overlap_rs
-        rs_dgrad, bulk_dgrad, bulk_wgrad = ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        column = self.sequence_parallel and mode == "column"
-        row = self.sequence_parallel and mode == "row"
-        if column and registry.using_cublasmp_backend() and (bulk_dgrad or bulk_wgrad):
+        name, bulk = type(self).__name__, ub_bulk_dgrad or ub_bulk_wgrad
+        if bulk and mode == "column" and self.sequence_parallel and registry.using_cublasmp_backend():
             instead = "dx is reduced inside its GEMM, with the all-gather of x beside it"
             warnings.warn(f"{name}({ub_name}): with_cublasmp=True has no bulk overlap; {instead}", stacklevel=4)
-            rs_dgrad, bulk_dgrad, bulk_wgrad = True, False, False
-        flags = {
-            "ub_overlap_ag_fprop": column and ag,
-            "ub_overlap_rs_dgrad": column and rs_dgrad,
-            "ub_bulk_dgrad": column and bulk_dgrad and not rs_dgrad,
-            "ub_bulk_wgrad": column and bulk_wgrad and not rs_dgrad,
-            "ub_overlap_rs_fprop": row and rs,
-            "ub_overlap_ag_dgrad": row and ag,
-        }
-        wanted = [flag for flag in FLAGS if flags[flag]]
-        asked = {"column": (ag, rs_dgrad, bulk_dgrad, bulk_wgrad), "row": (ag, rs)}.get(mode, ())
-        if self.tp_size > 1 and not self.sequence_parallel and any(asked):
+            ub_overlap_rs_dgrad = True
+        asked = {
+            "column": {
+                "ub_overlap_ag_fprop": ub_overlap_ag,
+                "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+                "ub_bulk_dgrad": ub_bulk_dgrad and not ub_overlap_rs_dgrad,
+                "ub_bulk_wgrad": ub_bulk_wgrad and not ub_overlap_rs_dgrad,
+            },
+            "row": {"ub_overlap_rs_fprop": ub_overlap_rs, "ub_overlap_ag_dgrad": ub_overlap_ag},
+        }.get(mode, {})
+        wanted = [flag for flag, on in asked.items() if on and self.sequence_parallel]
+        flags = {flag: flag in wanted for flag in FLAGS}
+        if self.tp_size > 1 and not self.sequence_parallel and any(asked.values()):
             warnings.warn(
                 f"{name}({ub_name}): the ub_ options have no effect without sequence_parallel=True", stacklevel=4
             )
@@ -241,7 +239,10 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
     @torch._disable_dynamo  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
-        """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts."""
+        """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts.
+
+        bias: to be added, or None.
+        """
         check_input(type(self).__name__, x, weights[0])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         inner = x.shape[1:-1].numel()
@@ -263,7 +264,10 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             rows = [n * inner for n in rows]
         flow = self._flow(mode, x.shape[:-1].numel(), rows, flags, ub_name, dtype)
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
-        return dataflow.linear(x, weight, bias, flow, wgrad, quantizers)
+        if mode != "row" or bias is None:
+            return dataflow.linear(x, weight, bias, flow, wgrad, quantizers)
+        y = dataflow.linear(x, weight, None, flow, wgrad, quantizers)
+        return y + bias.to(y.dtype)  # after the sum over ranks
 
     def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None, dtype: torch.dtype | None):
         """dtype: of what products of FP8 give, None of others, whose operands communicators look at themselves."""
@@ -370,12 +374,8 @@ class _Linear(ParallelModule):
         if self.use_bias:
             biases = [getattr(self, name) for name in self.bias_names]
             bias = biases[0] if len(biases) == 1 else torch.cat(biases)
-        inside = bias if self.apply_bias and mode != "row" else None
         flags = {flag: getattr(self, flag) for flag in FLAGS}
-        y = self._product(x, weights, inside, mode, flags, self.ub_name, rows)
-        if self.apply_bias and mode == "row":
-            y = y + bias.to(y.dtype)
-        return y, bias
+        return self._product(x, weights, bias if self.apply_bias else None, mode, flags, self.ub_name, rows), bias
 
     def extra_repr(self) -> str:
         on = [flag for flag in FLAGS if getattr(self, flag)]

@@ -132,10 +132,8 @@ class LayerNormMLP(ParallelModule):
             normed, mode = self._gathered(normed, rows), None
         h = self._product(normed, [self.fc1_weight], self.fc1_bias, mode, self._fc1, "fc1", rows)
         h = ACTIVATIONS[self.activation](h)
-        y = self._product(h, [self.fc2_weight], None, "row", self._fc2, "fc2", rows)
-        if self.fc2_bias is not None and not self.return_bias:
-            y = y + self.fc2_bias.to(y.dtype)
-        return y, normed
+        bias = None if self.return_bias else self.fc2_bias
+        return self._product(h, [self.fc2_weight], bias, "row", self._fc2, "fc2", rows), normed
 
     def _overlaps(self) -> bool:
         return any((*self._fc1.values(), *self._fc2.values()))
