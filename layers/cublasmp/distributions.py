@@ -12,7 +12,7 @@ intervals. Its local matrix is the concatenation of these rows and columns, in o
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 
 import numpy
@@ -69,8 +69,8 @@ class ProcessGrid:
         else:
             layout = GridLayout.ROW_MAJOR if min(shape) == 1 else GridLayout(layout)
             order = numpy.arange(math.prod(shape)).reshape(shape, order="FC"[layout])
-        for name, value in (("shape", shape), ("layout", layout), ("process_array", array), ("_order", order.tolist())):
-            object.__setattr__(self, name, value)
+        # A frozen object's attributes can't be set otherwise.
+        vars(self).update(shape=shape, layout=layout, process_array=array, _order=order.tolist())
 
     @property
     def size(self) -> int:
@@ -130,7 +130,7 @@ class Slab(Distribution):
             raise ValueError(
                 f"Slab(partition_dim={self.partition_dim}, ndim={self.ndim}): a matrix has dimensions 0 and 1"
             )
-        object.__setattr__(self, "ndim", None)
+        vars(self).update(ndim=None)
 
     def __hash__(self):
         return self.partition_dim  # as cheap as possible: every call of `matmul` hashes three distributions
@@ -169,8 +169,7 @@ class Box(Distribution):
             raise ValueError(
                 f"Box(lower={self.lower}, upper={self.upper}): takes two corners of a matrix, the lower one first"
             )
-        object.__setattr__(self, "lower", lower)
-        object.__setattr__(self, "upper", upper)
+        vars(self).update(lower=lower, upper=upper)
 
     def _owned(self, shape, rank, size):
         rows, columns = (((lo, up),) if up > lo else () for lo, up in zip(self.lower, self.upper, strict=True))
@@ -212,8 +211,17 @@ class BlockCyclic(Distribution):
             raise ValueError(
                 f"BlockCyclic: block_sizes={self.block_sizes} must be (rows, columns) of a block, each at least 1"
             )
-        _set_first(self, self.first_process)
-        object.__setattr__(self, "block_sizes", sizes)
+        vars(self).update(block_sizes=sizes)
+        self._set_first()
+
+    def _set_first(self):
+        name, grid = type(self).__name__, self.process_grid
+        if not isinstance(grid, ProcessGrid):
+            raise TypeError(f"{name}: process_grid is {type(grid).__name__} and must be a ProcessGrid")
+        first = (0, 0) if self.first_process is None else _pair(self.first_process, 0)
+        if first is None or any(at >= count for at, count in zip(first, grid.shape, strict=True)):
+            raise ValueError(f"{name}: first_process={self.first_process} is no place in a grid of {grid.shape}")
+        vars(self).update(first_process=first)
 
     def _blocks(self, shape) -> tuple[int, int]:
         return self.block_sizes
@@ -251,10 +259,10 @@ class BlockCyclic(Distribution):
 class BlockNonCyclic(BlockCyclic):
     """One block for each process of a grid, of ceil(extent / processes) rows and columns; the last ones are shorter."""
 
-    def __init__(self, process_grid: ProcessGrid, *, first_process: tuple[int, int] | None = None):
-        object.__setattr__(self, "process_grid", process_grid)
-        object.__setattr__(self, "block_sizes", None)
-        _set_first(self, first_process)
+    block_sizes: None = field(default=None, init=False)
+    first_process: tuple[int, int] | None = field(default=None, kw_only=True)
+
+    __post_init__ = BlockCyclic._set_first
 
     def _blocks(self, shape):
         return tuple(max(-(-extent // count), 1) for extent, count in zip(shape, self.process_grid.shape, strict=True))
@@ -285,16 +293,6 @@ def _checked_shape(distribution: Distribution, shape) -> tuple[int, int]:
     if extents is None:
         raise ValueError(f"{distribution}: the shape of a matrix is two numbers of rows and columns, not {shape!r}")
     return extents
-
-
-def _set_first(distribution: BlockCyclic, first_process):
-    name, grid = type(distribution).__name__, distribution.process_grid
-    if not isinstance(grid, ProcessGrid):
-        raise TypeError(f"{name}: process_grid is {type(grid).__name__} and must be a ProcessGrid")
-    first = (0, 0) if first_process is None else _pair(first_process, 0)
-    if first is None or any(at >= count for at, count in zip(first, grid.shape, strict=True)):
-        raise ValueError(f"{name}: first_process={first_process} is no place in a grid of {grid.shape}")
-    object.__setattr__(distribution, "first_process", first)
 
 
 def _dealt(extent: int, block: int, place: int, count: int) -> Intervals:

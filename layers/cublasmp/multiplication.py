@@ -37,8 +37,6 @@ from tkernels.layers.cublasmp.problem import Layout, Operand, Problem, resolve, 
 
 MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
 
-_HERE = contextlib.nullcontext()
-
 _plans: "weakref.WeakKeyDictionary[Context, dict[tuple[Problem, object], Plan]]" = weakref.WeakKeyDictionary()
 
 
@@ -104,6 +102,9 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
     for name, operand in (("A", a), ("B", b)):
         if operand.dtype in FP8 and operand.numel() and operand.data_ptr() % 16:
             raise ValueError(f"{name} is float8 and must begin at a multiple of 16 bytes; pass {name}.clone()")
+    how = precision(a.dtype, options.fast_accum)
+    if a.dtype == torch.float32 and options.compute_type is not None:
+        how = "tf32" if options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 else "ieee"
     return Problem(
         Operand.of(a),
         Operand.of(b),
@@ -114,7 +115,7 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
         tuple((name, Operand.of(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,
-        _precision(a.dtype, options),
+        how,
         tuple(sorted(scales)),
     )
 
@@ -151,16 +152,6 @@ def _checked_inputs(inputs) -> dict:
     if not isinstance(inputs, (Mapping, type(None))):
         raise TypeError(f"epilog_inputs is {type(inputs).__name__} and must be a dict, such as {{'bias': bias}}")
     return dict(inputs or {})
-
-
-def _present(a, b, c) -> dict:
-    return {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-
-
-def _precision(dtype: torch.dtype, options: MatmulOptions) -> str:
-    if dtype != torch.float32 or options.compute_type is None:
-        return precision(dtype, options.fast_accum)
-    return "tf32" if options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 else "ieee"
 
 
 def _tensors(ctx: Context, dtype: torch.dtype, scales, home: Home) -> dict[str, torch.Tensor]:
@@ -225,7 +216,7 @@ def _on(ctx: Context, stream):
     Raises ValueError for any stream where there are none, TypeError for anything else.
     """
     if stream is None:
-        return _HERE
+        return contextlib.nullcontext()
     if ctx.device.type != "cuda":
         raise ValueError(f"stream={stream!r}, but on the {ctx.runtime} runtime there are no streams; leave it out")
     if not isinstance(stream, torch.cuda.Stream):
@@ -370,21 +361,7 @@ class Matmul:
         """
         if all(value is None for value in (a, b, c, alpha, beta, quantization_scales, epilog_inputs)):
             raise ValueError("reset_operands: pass at least one operand, scalar or input of the epilog")
-        self._check(planned=True)
-        planned = self._plan.problem.tensors()
-        new = _present(a, b, c) | _checked_inputs(epilog_inputs)
-        for name in new.keys() - planned.keys():
-            raise ValueError(f"reset_operands: the problem has no {name}")
-        if self._released and new.keys() != planned.keys():
-            raise ValueError(
-                f"reset_operands: after release_operands() pass {', '.join(name for name in planned if name in 'abc')} "
-                f"and epilog_inputs {[name for name in planned if name not in 'abc']}, all of them"
-            )
-        if self._released and self._plan.problem.scales and quantization_scales is None:
-            raise ValueError("reset_operands: after release_operands() pass quantization_scales too")
-        if beta is not None and "c" not in planned:
-            raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
-        self._reset(new, alpha, beta, quantization_scales, stream, planned)
+        self._reset(a, b, c, alpha, beta, quantization_scales, epilog_inputs, stream, checked=True)
 
     def reset_operands_unchecked(
         self,
@@ -399,13 +376,28 @@ class Matmul:
         stream=None,
     ):
         """As `reset_operands`, without checks: the caller guarantees that the tensors match those planned."""
-        self._check(planned=True)
-        new = _present(a, b, c) | _checked_inputs(epilog_inputs)
-        self._reset(new, alpha, beta, quantization_scales, stream, planned=None)
+        self._reset(a, b, c, alpha, beta, quantization_scales, epilog_inputs, stream, checked=False)
 
-    def _reset(self, new: dict, alpha, beta, scales, stream, planned: dict[str, Operand] | None):
-        """Use these operands, inputs and scalars, which must be as `planned`; None: they are."""
+    def _reset(self, a, b, c, alpha, beta, scales, inputs, stream, checked: bool):
+        """Use these operands, scalars and inputs. checked: whether they must be as planned; otherwise they are."""
+        self._check(planned=True)
         problem = self._plan.problem
+        planned = problem.tensors() if checked else {}
+        new = {name: value for name, value in zip("abc", (a, b, c), strict=True) if value is not None}
+        new |= _checked_inputs(inputs)
+        if checked:
+            for name in new.keys() - planned.keys():
+                raise ValueError(f"reset_operands: the problem has no {name}")
+            if self._released and new.keys() != planned.keys():
+                operands, inputs = ([name for name in planned if (name in "abc") == own] for own in (True, False))
+                raise ValueError(
+                    f"reset_operands: after release_operands() pass {', '.join(operands)} and epilog_inputs {inputs}, "
+                    f"all of them"
+                )
+            if self._released and problem.scales and scales is None:
+                raise ValueError("reset_operands: after release_operands() pass quantization_scales too")
+            if beta is not None and "c" not in planned:
+                raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
         alpha, beta = _scalar("alpha", alpha, self._alpha), _scalar("beta", beta, self._beta)
         with _on(self.ctx, self._stream if stream is None else stream):
             if scales is not None:

@@ -164,17 +164,16 @@ class MatmulOptions:
     fast_accum: bool = False
 
     def __post_init__(self):
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        mine = vars(self)  # a frozen object's attributes can't be set otherwise
         for name in ("inplace", "result_amax", "block_scaling", "fast_accum"):
-            put(name, _boolean(f"MatmulOptions: {name}", getattr(self, name)))
+            mine[name] = _boolean(f"MatmulOptions: {name}", mine[name])
         for name in ("scale_type", "result_type", "communication_type"):
-            put(name, _dtype(f"MatmulOptions: {name}", getattr(self, name)))
+            mine[name] = _dtype(f"MatmulOptions: {name}", mine[name])
         if self.scale_type not in (None, torch.float32):
             raise ValueError(f"MatmulOptions: scale_type={self.scale_type} must be float32, as alpha and beta are")
-        if self.compute_type is not None:
-            put("compute_type", _member("MatmulOptions: compute_type", MatmulComputeType, self.compute_type))
-        if self.algo_type is not None:
-            put("algo_type", _member("MatmulOptions: algo_type", MatmulAlgoType, self.algo_type))
+        for name, kind in (("compute_type", MatmulComputeType), ("algo_type", MatmulAlgoType)):
+            if mine[name] is not None:
+                mine[name] = _member(f"MatmulOptions: {name}", kind, mine[name])
         count = self.sm_count_communication
         if count is not None and not (type(count) is int and count > 0):
             raise ValueError(f"MatmulOptions: sm_count_communication={count!r} must be a positive integer")
@@ -209,9 +208,9 @@ class MatmulEpilogPreferences:
     bias_result_scheme: MatmulResultScheme = MatmulResultScheme.FULL
 
     def __post_init__(self):
-        object.__setattr__(self, "aux_type", _dtype("MatmulEpilogPreferences: aux_type", self.aux_type))
         scheme = _member("MatmulEpilogPreferences: bias_result_scheme", MatmulResultScheme, self.bias_result_scheme)
-        object.__setattr__(self, "bias_result_scheme", scheme)
+        aux_type = _dtype("MatmulEpilogPreferences: aux_type", self.aux_type)
+        vars(self).update(aux_type=aux_type, bias_result_scheme=scheme)
         if _boolean("MatmulEpilogPreferences: aux_amax", self.aux_amax):
             raise ValueError("MatmulEpilogPreferences: aux_amax=True is for fp8 and narrower, which aux never is")
 
@@ -223,7 +222,7 @@ class MatmulPlanPreferences:
     epilog: MatmulEpilogPreferences | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "epilog", given(MatmulEpilogPreferences, self.epilog))
+        vars(self).update(epilog=given(MatmulEpilogPreferences, self.epilog))
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ import torch
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import overlap_config
 from tkernels.comm import Context
-from tkernels.comm.collectives import all_reduce
+from tkernels.comm.collectives import all_gather, all_reduce
 from tkernels.configs import FP8, with_room_for
 from tkernels.gemm import Scales, fused_layout, multiply
 from tkernels.layers.cublasmp import epilogs
-from tkernels.layers.cublasmp.distributions import Owned, length, local_shape
+from tkernels.layers.cublasmp.distributions import Intervals, Owned, length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
 from tkernels.layers.cublasmp.problem import BGRAD, Layout, MatrixLayout, Problem
-from tkernels.layers.cublasmp.redistribution import Redistribution, indices
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.paths import choose_path
@@ -121,7 +120,7 @@ class Plan:
         partial = self.problem.preferences.epilog.bias_result_scheme != MatmulResultScheme.FULL
         if complete or partial:
             return None
-        return extent, *(indices(owned[ctx.rank], ctx.device) for owned in (parts, kept))
+        return extent, *(_indices(owned[ctx.rank], ctx.device) for owned in (parts, kept))
 
     def run(self, ctx: Context, a, b, c, alpha: float, beta: float, inputs: dict, scales: dict):
         """Collective. D, or (D, {name: auxiliary output}), of operands, inputs and scales as passed by the user."""
@@ -197,6 +196,39 @@ class Plan:
             return value
         extent, mine, kept = self.sums
         return all_reduce(ctx, value.new_zeros(extent).index_add_(0, mine, value))[kept]
+
+
+class Redistribution:
+    """Moves a matrix of `shape` from every rank's part (`source`, by rank) to this rank's new part (`target`).
+
+    Every rank gathers the whole matrix and keeps its part. This is simple and works for any two distributions, but the
+    whole matrix is temporarily in every rank's memory.
+    """
+
+    def __init__(self, shape: tuple[int, int], source: list[Owned], target: Owned, device: torch.device):
+        self.shape = shape
+        self.parts = [local_shape(owned) for owned in source]
+        self.sizes = tuple(rows * columns for rows, columns in self.parts)
+        self.source = [_places(owned, device) for owned in source]
+        self.target = _places(target, device)
+
+    def __call__(self, ctx: Context, local: torch.Tensor) -> torch.Tensor:
+        """Collective. This rank's new part of the matrix, contiguous."""
+        gathered = all_gather(ctx, local.reshape(-1), rows=self.sizes)
+        whole = gathered.new_empty(self.shape)
+        for part, shape, places in zip(gathered.split(self.sizes), self.parts, self.source, strict=True):
+            whole[places] = part.view(shape)
+        return whole[self.target]
+
+
+def _places(owned: Owned, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = (_indices(intervals, device) for intervals in owned)
+    return rows[:, None], columns
+
+
+def _indices(intervals: Intervals, device: torch.device) -> torch.Tensor:
+    """The indices that the intervals cover, in order."""
+    return torch.cat([torch.arange(*each, device=device) for each in ((0, 0), *intervals)])
 
 
 def bias_of(inputs: dict) -> torch.Tensor | None:

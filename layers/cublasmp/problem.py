@@ -128,27 +128,6 @@ class MMTraits:
     d_layout: MatrixLayout | None = None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The resolved form of a problem, the same on every rank.
-
-    splits: for each letter that the pattern splits, its extent on each rank.
-    owned: by name, each rank's rows and columns of a, b and d as passed and returned.
-    wanted: the same as the pattern requires, of the matrices that are split in another way, which are redistributed.
-    """
-
-    m: int
-    n: int
-    k: int
-    pattern: str
-    splits: dict[str, tuple[int, ...]]
-    owned: dict[str, list[Owned]]
-    wanted: dict[str, list[Owned]]
-    result_dtype: torch.dtype
-    aux_dtype: torch.dtype
-    wire_dtype: torch.dtype
-
-
 Split = tuple[str, tuple[int, ...]]  # a letter, and its extent on each rank
 
 
@@ -184,11 +163,13 @@ def redistributed(splits: dict[str, Split | None], wanted: dict[str, Split]) -> 
     return tuple(name for name, split in wanted.items() if splits[name] != split)
 
 
-class Extents(NamedTuple):
+@dataclass(frozen=True)
+class Extents:
     """What the ranks' A and B make together, the same on every rank.
 
     problems: by rank, read column by column.
-    shapes, owned: by name, "a" and "b": of the whole matrix as passed, and each rank's rows and columns of it.
+    shapes, owned: by name, "a" and "b", of a Layout "d" too: of the whole matrix as passed or returned, and each
+        rank's rows and columns of it.
     """
 
     problems: list[Problem]
@@ -209,6 +190,20 @@ class Extents(NamedTuple):
             for operand, transposed in zip(problem[:3], (*problem.transposes, False), strict=True)
         ]
         return MMTraits(self.m, self.n, self.k, *layouts)
+
+
+@dataclass(frozen=True)
+class Layout(Extents):
+    """The resolved form of a problem, the same on every rank.
+
+    splits: for each letter that the pattern splits, its extent on each rank.
+    wanted: as `owned`, but as the pattern requires, of the matrices that are split in another way: these are
+        redistributed.
+    """
+
+    pattern: str
+    splits: dict[str, tuple[int, ...]]
+    wanted: dict[str, list[Owned]]
 
 
 def survey(everyone: list, num_programs: int) -> Extents:
@@ -240,14 +235,15 @@ def survey(everyone: list, num_programs: int) -> Extents:
     for distribution in first.distributions:
         distribution.check_size(len(problems))
     spread = {name: _spread(name, problems) for name in "ab"}
-    (m, k), (other_k, n) = (_op(spread[name][0], first.transposes[index]) for index, name in enumerate("ab"))
+    shapes, owned = ({name: both[index] for name, both in spread.items()} for index in (0, 1))
+    ops = zip(shapes.values(), first.transposes, strict=True)
+    (m, k), (other_k, n) = (shape[::-1] if transposed else shape for shape, transposed in ops)
     if k != other_k:
         raise ValueError(
             f"op(A) is {(m, k)} and op(B) is {(other_k, n)}, over all ranks; k, the second and the first, must match"
         )
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k = {m}, {n}, {k} must each be at least 1")
-    shapes, owned = ({name: both[index] for name, both in spread.items()} for index in (0, 1))
     return Extents(problems, m, n, k, shapes, owned, *stored)
 
 
@@ -281,7 +277,8 @@ def resolve(everyone: list, num_programs: int) -> Layout:
             f"{' and '.join(sorted(targets.keys() - {'d'})).upper()} in slabs, and is the nearest to "
             f"{first.distributions}"
         )
-    return Layout(m, n, k, pattern, dict(targets.values()), owned, wanted, *found[-3:])
+    found = vars(found) | {"shapes": shapes, "owned": owned}
+    return Layout(**found, pattern=pattern, splits=dict(targets.values()), wanted=wanted)
 
 
 def _compare(everyone: list[tuple[Problem, tuple]]):
@@ -418,10 +415,6 @@ def _spread(name: str, problems: list[Problem]) -> tuple[tuple[int, int], list[O
     if isinstance(by_rank[0], Box) and not covers_once(shape, owned):
         raise ValueError(f"the boxes of {name.upper()} must cover it once, all {shape} of it: {by_rank}")
     return shape, owned
-
-
-def _op(shape, transposed: bool) -> tuple[int, int]:
-    return shape[::-1] if transposed else shape
 
 
 def _check_local(rank: int, problem: Problem, d: tuple[int, int], result_dtype: torch.dtype, aux_dtype: torch.dtype):
