@@ -739,6 +739,19 @@ def test_initialize_ub_that_fails_anywhere_on_one_rank_raises_on_all_and_works_n
     te.destroy_ub()
 
 
+@pytest.mark.ranks(2)
+def test_initialize_ub_that_fails_on_one_rank_is_told_to_one_that_has_left_a_context(ctx):
+    left = tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, default=False)
+    if ctx.rank == 0:
+        left.abandon()
+    contexts = open_contexts()
+    broken = mock.patch.object(registry, "CommOverlapHelper", breaks(te.CommOverlapHelper, 0, before=True))
+    with broken if ctx.rank == 1 else contextlib.nullcontext(), pytest.raises(RuntimeError, match="boom"):
+        te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    assert open_contexts() == contexts
+    left.abandon()
+
+
 @contextlib.contextmanager
 def after_the_last_communicator(call):
     """`initialize_ub`, with default options, calls this when it has made its last communicator."""

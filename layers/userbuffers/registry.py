@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tkernels.comm import runtime
 from tkernels.comm.context import Context, MeshLike, constant_in_traces, group_of
-from tkernels.comm.contexts import open_contexts
+from tkernels.comm.contexts import INIT, meet, open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (
@@ -37,7 +37,8 @@ from tkernels.layers.userbuffers.defaults import (
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 BACKENDS = ("gloo", "mpi", "nccl")
-AGREED, ENDED = "initialize_ub", "initialize_ub, after constructing or an error"  # names of meetings
+# Names of meetings; the second counts as one of `init`, and not as a call of a context that another rank has left.
+AGREED, ENDED = "initialize_ub", f"{INIT} of initialize_ub, after constructing or an error"
 REMOVED_VARIABLES = (
     "NVTE_UB_SPLIT_RS",
     "NVTE_UB_SPLIT_AG",
@@ -311,7 +312,7 @@ def _has_ended(domain: Group, error: Exception | None) -> bool:
     if isinstance(error, OutOfStepError) and ENDED in error.calls:
         return True
     with contextlib.suppress(OutOfStepError):
-        domain.gather(None, ENDED)
+        meet(domain, ENDED)
     return False
 
 
