@@ -262,10 +262,7 @@ class Copies:
             self.forget()
         return self, tuple(parameters)
 
-    def __deepcopy__(self, memo):
-        return Copies()
-
-    def __reduce__(self):
+    def __reduce__(self):  # copies, too, begin anew
         return Copies, ()
 
 

@@ -181,10 +181,7 @@ class LayerScaling:
         scale.copy_(torch.where(largest > 0, wanted, scale))  # without any value that counts it stays
         return quantized.data, quantized.scale
 
-    def __deepcopy__(self, memo):
-        return LayerScaling(self.scaling)
-
-    def __reduce__(self):
+    def __reduce__(self):  # copies, too, begin anew
         return LayerScaling, (self.scaling,)
 
 

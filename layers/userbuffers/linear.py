@@ -222,20 +222,20 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         else:
             setattr(self, f"{prefix}bias", None)
 
-    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, x: torch.Tensor, mode, rows) -> tuple:
+        """(the norm's output, mode): with return_layernorm_output_gathered that of all ranks, of which mode is None."""
         check_input(type(self).__name__, x, self.layer_norm_weight)
-        return normalize(
+        normed = normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, self.zero_centered_gamma
         )
-
-    def _gathered(self, normed: torch.Tensor, rows) -> torch.Tensor:
-        """The norm's output of all ranks, for return_layernorm_output_gathered. Backward is a reduce-scatter."""
+        if not (self.return_layernorm_output_gathered and self.sequence_parallel and mode == "column"):
+            return normed, mode
         if rows is not None:
             raise ValueError(
                 f"{type(self).__name__}: return_layernorm_output_gathered gathers equal parts, so rows={rows} can't be "
                 f"passed; leave out one of them"
             )
-        return Gather.apply(normed, self._group())
+        return Gather.apply(normed, self._group()), None
 
     @torch._disable_dynamo  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
@@ -285,10 +285,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
                 )
         if comms:
             context = next(iter(comms.values())).context
-            if rows is None:
-                rows = (tokens,) * self.tp_size if mode == "column" else split_rows(tokens, self.tp_size)
-            own, total = (tokens, None) if mode == "column" else (None, tokens)
-            rows = check_rows(type(self).__name__, context, rows, own, total)
+            if rows is None and mode == "row":
+                rows = split_rows(tokens, self.tp_size)
+            rows = check_rows(type(self).__name__, context, rows, **{"own" if mode == "column" else "total": tokens})
         elif rows is not None:
             raise ValueError(f"{type(self).__name__}: rows={rows} needs overlap; give the layer ub_ options")
         find, other = comms.get, dataflow.Unfused(next(iter(comms.values()), None) or Distributed(self._group()))
@@ -506,9 +505,7 @@ class LayerNormLinear(_Linear):
     def forward(self, inp, is_first_microbatch=None, fp8_grad: bool = False, *, rows=None):
         """x [s/P, ..., I] -> y, then the bias with return_bias, then the norm's output with return_layernorm_output."""
         refuse("LayerNormLinear.forward", fp8_grad=fp8_grad)
-        normed, mode = self._normalize(inp), self.parallel_mode
-        if self.return_layernorm_output_gathered and self.sequence_parallel and mode == "column":
-            normed, mode, rows = self._gathered(normed, rows), None, None
+        normed, mode = self._normalize(inp, self.parallel_mode, rows)
         y, bias = self._run(normed, rows, mode)
         results = (y, bias) if self.return_bias else (y,)
         results += (normed,) if self.return_layernorm_output else ()

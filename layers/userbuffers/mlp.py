@@ -127,9 +127,7 @@ class LayerNormMLP(ParallelModule):
         return results if len(results) > 1 else y
 
     def _forward(self, inp, rows):
-        normed, mode = self._normalize(inp), "column"
-        if self.return_layernorm_output_gathered and self.sequence_parallel:
-            normed, mode = self._gathered(normed, rows), None
+        normed, mode = self._normalize(inp, "column", rows)
         h = self._product(normed, [self.fc1_weight], self.fc1_bias, mode, self._fc1, "fc1", rows)
         h = ACTIVATIONS[self.activation](h)
         bias = None if self.return_bias else self.fc2_bias

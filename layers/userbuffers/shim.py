@@ -24,11 +24,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-import types
 import warnings
 
 from tkernels.layers import userbuffers
-from tkernels.layers.userbuffers import communicators, float8, registry
+from tkernels.layers.userbuffers import float8, registry
 
 API_VERSION = "2.17.0"  # the TransformerEngine release whose interface this package follows
 MEGATRONS_LAYERS = "megatron.core.extensions.transformer_engine"
@@ -39,14 +38,11 @@ def _of(module, names: str) -> dict:
 
 
 _NAMES = "UserBufferQuantizationMode destroy_ub initialize_ub"
-_BASE = (
-    _of(
-        registry,
-        f"{_NAMES} _ub_communicators get_ub get_ub_is_fp8 is_ub_initialized using_cublasmp_backend",
-    )
-    | _of(communicators, "fill_userbuffers_buffer_for_all_gather")
-    | _of(float8, "_2X_ACC_DGRAD _2X_ACC_FPROP _2X_ACC_WGRAD")
+_BASE = _of(
+    userbuffers,
+    f"{_NAMES} fill_userbuffers_buffer_for_all_gather get_ub get_ub_is_fp8 is_ub_initialized using_cublasmp_backend",
 )
+_BASE |= _of(registry, "_ub_communicators") | _of(float8, "_2X_ACC_DGRAD _2X_ACC_FPROP _2X_ACC_WGRAD")
 _TOP = _of(userbuffers, f"{_NAMES} Linear LayerNormLinear LayerNormMLP MultiheadAttention TransformerLayer")
 _EXTENSIONS = _of(
     userbuffers,
@@ -175,9 +171,8 @@ def _patch(module, content):
 
 
 def _make(name: str, content):
-    module = types.ModuleType(name, f"{name}, as tkernels.layers.userbuffers has it.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
-    module.__path__ = []
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader=None, is_package=True))
+    module.__doc__ = f"{name}, as tkernels.layers.userbuffers has it."
     module.__getattr__ = functools.partial(_refuse, name)
     vars(module).update(content)
     sys.modules[name] = module
