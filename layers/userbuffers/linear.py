@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 import warnings
@@ -515,6 +516,11 @@ class LayerNormLinear(_Linear):
 def given(scope: dict) -> dict:
     """The arguments of the constructor whose locals() these are."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+
+
+def taken(kind: type, options: dict) -> dict:
+    """Those of the options that the constructor of a layer takes by the same names."""
+    return {name: options[name] for name in inspect.signature(kind).parameters if name in options}
 
 
 def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gamma: bool) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tkernels.layers.userbuffers.linear import (
     divide,
     given,
     refuse,
+    taken,
 )
 from tkernels.layers.userbuffers.mlp import LayerNormMLP
 
@@ -28,17 +29,6 @@ REFUSED_INPUTS = dict.fromkeys((
 ), ()) | {
     "core_attention_bias_type": ("no_bias",), "fast_zero_fill": (True, False), "pad_between_seqs": (False,),
 }  # fmt: skip
-
-
-# The options that layers hand on to the layers that they consist of.
-_OF_LINEARS = (
-    "sequence_parallel", "fuse_wgrad_accumulation", "tp_group", "tp_size", "get_rng_state_tracker", "bias",
-    "params_dtype", "device", "delay_wgrad_compute",
-)  # fmt: skip
-_OF_BLOCKS = (
-    "init_method", "output_layer_init_method", "set_parallel_mode", "zero_centered_gamma", "normalization",
-)  # fmt: skip
-_OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
 
 class AttentionModule(ParallelModule):
@@ -166,35 +156,17 @@ class MultiheadAttention(AttentionModule):
         self.return_bias, self.layer_number = return_bias, layer_number
 
         query, keys = num_attention_heads * self.head_dim, groups * self.head_dim
-        common = {each: options[each] for each in _OF_LINEARS}
-        overlaps = {each: options[each] for each in _OVERLAPS}
         mode = ("column", "row") if set_parallel_mode else (None, None)
         parts = None if fuse_qkv_params else {"query": query, "key": keys, "value": keys}
-        column = dict(parallel_mode=mode[0], parameters_split=parts, init_method=init_method, **common)
+        inner = options | {"name": None, "eps": layernorm_epsilon}
+        column = inner | {"parallel_mode": mode[0], "parameters_split": parts, "return_bias": False, "ub_name": "qkv"}
         if input_layernorm:
-            self.layernorm_qkv = LayerNormLinear(
-                hidden_size,
-                query + 2 * keys,
-                eps=layernorm_epsilon,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
-                ub_name="qkv",
-                **column,
-                **overlaps,
-            )
+            self.layernorm_qkv = LayerNormLinear(hidden_size, query + 2 * keys, **taken(LayerNormLinear, column))
         else:
-            self.qkv = Linear(hidden_size, query + 2 * keys, **column)
-        self.proj = Linear(
-            query,
-            hidden_size,
-            parallel_mode=mode[1],
-            return_bias=return_bias,
-            init_method=output_layer_init_method,
-            ub_name="proj",
-            **common,
-            **overlaps,
-        )
+            column = {name: value for name, value in column.items() if not name.startswith("ub_")}
+            self.qkv = Linear(hidden_size, query + 2 * keys, **taken(Linear, column))
+        row = inner | {"parallel_mode": mode[1], "init_method": output_layer_init_method, "ub_name": "proj"}
+        self.proj = Linear(query, hidden_size, **taken(Linear, row))
 
     def forward(
         self,
@@ -344,31 +316,14 @@ class TransformerLayer(ParallelModule):
         check_number("TransformerLayer", 1.0, hidden_dropout=hidden_dropout)
         self.hidden_dropout = hidden_dropout
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        common = {each: options[each] for each in (*_OF_LINEARS, *_OF_BLOCKS)}
-        common |= {each: ub_tp_comm_overlap and options[each] for each in _OVERLAPS}
-        common |= dict(return_bias=True, return_layernorm_output=apply_residual_connection_post_layernorm)
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            kv_channels,
-            attention_dropout,
-            layernorm_epsilon,
-            layer_number=layer_number,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            num_gqa_groups=num_gqa_groups,
-            input_layernorm=True,
-            fuse_qkv_params=fuse_qkv_params,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            qkv_format=attn_input_format,
-            qk_norm_type=qk_norm_type,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            softmax_type=softmax_type,
-            **common,
-        )
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
-        )
+        inner = options | {name: ub_tp_comm_overlap and on for name, on in options.items() if name.startswith("ub_")}
+        inner |= {
+            "name": None, "eps": layernorm_epsilon, "attn_mask_type": self_attn_mask_type,
+            "qkv_format": attn_input_format, "input_layernorm": True, "return_bias": True,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+        }  # fmt: skip
+        self.self_attention = MultiheadAttention(**taken(MultiheadAttention, inner))
+        self.layernorm_mlp = LayerNormMLP(**taken(LayerNormMLP, inner))
 
     def forward(
         self,
