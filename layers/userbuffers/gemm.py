@@ -159,8 +159,8 @@ def general_gemm(
     added, asked = bias is not None and not grad, bias is not None and grad
     if added and bias.numel() != w.shape[0]:
         raise ValueError(f"general_gemm: bias has shape {list(bias.shape)}, but the result has {w.shape[0]} features")
-    if not communicates and out is not None and out.shape != (x.shape[0], w.shape[0]):
-        raise _misshapen(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
+    if not communicates:
+        _check_shape(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
     fused = bias if plain and added and communicates else None
     into = out if plain and out is not None and out.dtype == dtype else None  # the GEMM writes its result to it
     gathered, filled = B, None  # the rows of B on all ranks; what is yet to be filled with the final result
@@ -172,8 +172,7 @@ def general_gemm(
         value, gathered = _gather(ub, x, w, fused, into, extra_output, rows, dtype, asked)
     else:
         value, filled = _scatter(ub, x, w, fused, into, extra_output, rows, dtype, plain and out is None)
-    if out is not None and out.shape != value.shape:
-        raise _misshapen(out, value.shape)
+    _check_shape(out, value.shape)
     if not plain:
         value = _epilogue(value, alpha, beta, accumulate, out, bias if added else None)
     elif added and fused is None:
@@ -263,8 +262,9 @@ def _bytes(extra_output: torch.Tensor) -> torch.Tensor:
     return extra_output.view(torch.uint8)
 
 
-def _misshapen(out: torch.Tensor, shape) -> ValueError:
-    return ValueError(f"general_gemm: out has shape {list(out.shape)}, but the result {list(shape)}")
+def _check_shape(out: torch.Tensor | None, shape):
+    if out is not None and out.shape != shape:
+        raise ValueError(f"general_gemm: out has shape {list(out.shape)}, but the result {list(shape)}")
 
 
 def _epilogue(value, alpha, beta, accumulate, out, bias):

@@ -100,7 +100,7 @@ def initialize_ub(
         with_cublasmp = boolean("initialize_ub: with_cublasmp", with_cublasmp)
         _check(world, shape, tp_size, dtype, bootstrap_backend, tp_group)
         modes = _modes(use_fp8, quantization_modes)
-        configurations = _configurations(ub_cfgs, modes)
+        configurations = ub_cfgs if isinstance(ub_cfgs, list) else [ub_cfgs] * len(modes)
         options = _resolve(configurations, modes, tp_size, with_cublasmp)
         if world.rank == 0:
             _tell(configurations, options, tp_size)
@@ -262,16 +262,10 @@ def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
     return modes
 
 
-def _configurations(ub_cfgs, modes) -> list[dict | None]:
-    if not isinstance(ub_cfgs, list):
-        return [ub_cfgs] * len(modes)
+def _resolve(ub_cfgs: list, modes, tp_size, with_cublasmp) -> dict[UserBufferQuantizationMode, dict]:
     if len(ub_cfgs) != len(modes):
         raise ValueError(f"initialize_ub: {len(ub_cfgs)} ub_cfgs for {len(modes)} quantization_modes; pass one each")
-    return ub_cfgs
-
-
-def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQuantizationMode, dict]:
-    pairs = zip(modes, configurations, strict=True)
+    pairs = zip(modes, ub_cfgs, strict=True)
     return {mode: configure(each, tp_size, with_cublasmp=with_cublasmp, fp8=mode is FP8) for mode, each in pairs}
 
 
