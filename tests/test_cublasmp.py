@@ -767,7 +767,7 @@ def test_matmul_adds_no_copy_no_allocation_and_no_meeting(ctx, monkeypatch):
             mm.plan(epilog=case.epilog, epilog_inputs={"bias": bias})
             wanted = host_work(ctx, lambda: plain[pattern](x, w, bias))  # noqa: B023
             with monkeypatch.context() as patch:  # a plan that is there is found without a meeting of the ranks
-                patch.delattr(multiplication, "_resolved")
+                patch.delattr(multiplication, "_plan")
                 assert host_work(ctx, lambda: matmul(a, b, **call)) == wanted, (pattern, order)  # noqa: B023
                 assert host_work(ctx, mm.execute) == wanted, (pattern, order)
 
@@ -788,7 +788,7 @@ def test_matmul_calls_that_look_alike_follow_one_plan_whoever_made_their_argumen
         case.judge(got, parts[2])
 
     call()
-    monkeypatch.delattr(multiplication, "_resolved")
+    monkeypatch.delattr(multiplication, "_plan")
     call()
     call(a=a.t().clone().t(), epilog=E(4))
     call(options=MatmulOptions(algo_type=MatmulAlgoType.ATOMIC_P2P))
@@ -943,7 +943,7 @@ def test_matmul_of_a_problem_without_a_plan_is_refused_while_capturing(ctx):
 @pytest.mark.parametrize("form", ["matmul", "plan"])
 def test_matmul_plans_in_no_thread_while_another_has_the_context(ctx, monkeypatch, form):
     """Planning makes room in the workspace, and multiplies."""
-    monkeypatch.setattr(multiplication, "_resolved", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(multiplication, "_plan", lambda *_: pytest.fail("planned"))
     with tkernels.init(heap_bytes=8 << 20, default=False) as context:
         a, b = torch.ones(8, 4, device=ctx.device), torch.ones(8, 4, device=ctx.device)
         options = dict(distributions=[Slab.X, Slab.X, Slab.Y], qualifiers="TN", mesh=context)

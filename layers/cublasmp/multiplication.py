@@ -33,7 +33,7 @@ from tkernels.layers.cublasmp.options import (
     transposes,
 )
 from tkernels.layers.cublasmp.plan import Outcome, Plan
-from tkernels.layers.cublasmp.problem import Layout, Operand, Problem, resolve, survey
+from tkernels.layers.cublasmp.problem import Operand, Problem, resolve, survey
 
 MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
 
@@ -128,8 +128,8 @@ def _everyones(ctx: Context, request: _Request | Exception) -> list:
     return ctx.group.gather((request.problem._replace(options=options), request.scalars))
 
 
-def _resolved(ctx: Context, request: _Request | Exception) -> Layout:
-    """Collective. The layout of the ranks' problems. Raises the same error on every rank, and warns of slow ones."""
+def _plan(ctx: Context, request: _Request | Exception, stream) -> Plan:
+    """Collective. The plan of the ranks' problems. Raises the same error on every rank, and warns of slow ones."""
     layout = resolve(_everyones(ctx, request), ctx.num_programs)
     if layout.wanted:
         warnings.warn(
@@ -138,12 +138,9 @@ def _resolved(ctx: Context, request: _Request | Exception) -> Layout:
             f"{layout.pattern}; distribute them in slabs as that takes them to avoid it",
             stacklevel=3,
         )
-    return layout
-
-
-def _plan(ctx: Context, problem: Problem, layout: Layout) -> Plan:
-    plan = Plan(ctx, problem, layout)
-    (problem.options.logger or logging.getLogger(__name__)).info("%s", plan.outcome)
+    with _on(ctx, stream):
+        plan = Plan(ctx, request.problem, layout)
+    (request.problem.options.logger or logging.getLogger(__name__)).info("%s", plan.outcome)
     return plan
 
 
@@ -306,9 +303,8 @@ class Matmul:
                 self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, self._scales, options,
                 preferences, epilog, epilog_inputs, stream, self._home,
             )  # fmt: skip
-            layout = _resolved(self.ctx, request)
+            self._plan, self._inputs = _plan(self.ctx, request, stream), request.inputs
             with _on(self.ctx, stream), torch.no_grad():
-                self._plan, self._inputs = _plan(self.ctx, request.problem, layout), request.inputs
                 self.mm_traits.d_layout = self._plan.d_layout
                 a, b, c = self._operands.values()
                 c = c if c is None else c.clone()
@@ -483,13 +479,11 @@ def matmul(
                 "takes communication; make one like call before the capture, both with totals=(m, n, k), or use "
                 "Matmul and plan() before it"
             )
-        layout = None if plan else _resolved(ctx, request)
+        plan = plan or _plan(ctx, request, stream)
+        if key is not None and key not in plans:
+            if len(plans) >= MAX_PLANS:
+                del plans[next(iter(plans))]
+            plans[key] = plan
         with _on(ctx, stream):
-            if plan is None:
-                plan = _plan(ctx, request.problem, layout)
-                if key is not None:
-                    if len(plans) >= MAX_PLANS:
-                        del plans[next(iter(plans))]
-                    plans[key] = plan
             result = plan.run(ctx, *request.operands.values(), *request.scalars, request.inputs, request.scales)
             return take_back(request.home, result, c if plan.inplace else None)

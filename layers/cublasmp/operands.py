@@ -80,7 +80,7 @@ def tensor_of(name: str, operand) -> torch.Tensor:
         raise type(error)(f"{name}, a numpy array of {operand.dtype} with strides {operand.strides}: {error}") from None
 
 
-def take_back(home: Home | None, result, into=None):
+def take_back(home: Home, result, into=None):
     """The result of a call, D or (D, {name: auxiliary output}), as its operands came.
 
     into: the caller's C, if D is written to it: it is returned, and filled if D lies elsewhere.
@@ -93,8 +93,8 @@ def take_back(home: Home | None, result, into=None):
         if mine.data_ptr() != result.data_ptr():
             mine.copy_(result)
         return into
-    if home is None or home.package == "torch":
-        return result if home is None else result.to(home.device)
+    if home.package == "torch":
+        return result.to(home.device)
     if home.package == "numpy":
         return result.cpu().numpy()
     import cupy

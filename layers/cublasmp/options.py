@@ -13,6 +13,7 @@ from typing import Literal
 import numpy
 import torch
 
+from tkernels.comm.arguments import check_type
 from tkernels.configs import DTYPES, FP8
 
 
@@ -186,8 +187,8 @@ class MatmulOptions:
                 "MatmulOptions: block_scaling=True is for fp8 with scales of 32 elements each, or narrower; neither is "
                 "supported; leave it out, for one scale of each matrix"
             )
-        if not isinstance(self.logger, (Logger, LoggerAdapter, type(None))):
-            raise TypeError(f"MatmulOptions: logger={self.logger!r} must be a logging.Logger or None")
+        kinds = Logger, LoggerAdapter, type(None)
+        check_type("MatmulOptions: logger", self.logger, kinds, "a logging.Logger or None")
         if not (self.blocking is True or isinstance(self.blocking, str) and self.blocking == "auto"):
             raise ValueError(f"MatmulOptions: blocking={self.blocking!r} must be True or 'auto'")
         if not isinstance(self.order, str) or self.order not in ("F", "C"):

@@ -26,11 +26,7 @@ from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.paths import choose_path
 
-OPERATIONS = {
-    "AG+GEMM": "all_gather_matmul",
-    "GEMM+RS": "matmul_reduce_scatter",
-    "GEMM+AR": "matmul_all_reduce",
-}  # by pattern
+OPERATIONS = {"AG+GEMM": AllGatherMatmul, "GEMM+RS": MatmulReduceScatter, "GEMM+AR": MatmulAllReduce}  # by pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +72,8 @@ class Plan:
             arriving = None if self.pattern == "AG+GEMM" else self.wire.itemsize
             if self.pattern == "GEMM+AR":
                 arriving += torch.float32.itemsize  # the widest, as alpha and beta come later
-            self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision, arriving)
+            operation = OPERATIONS[self.pattern].operation
+            self.path = choose_path(ctx, operation, *sent, None, None, problem.precision, arriving)
         algorithm = MatmulAlgoType.ATOMIC_P2P if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
         sent = self.wire if self.pattern in ("GEMM+RS", "GEMM+AR") else None
         self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), sent)
@@ -94,7 +91,7 @@ class Plan:
         transposed = {"a": trans_a, "b": not trans_b, "d": True}
         shapes = {"a": (layout.m, layout.k), "b": (layout.n, layout.k), "d": (layout.n, layout.m)}
         owned, wanted = (
-            {name: _transposed(each) if transposed[name] else each for name, each in by_name.items()}
+            {name: [part[::-1] for part in each] if transposed[name] else each for name, each in by_name.items()}
             for by_name in (layout.owned, layout.wanted)
         )
         self.moves = {}
@@ -129,10 +126,11 @@ class Plan:
         sum_of, moves = (x, w), self.moves
         w = moves["a"](ctx, w) if "a" in moves else w
         x = moves["b"](ctx, x) if "b" in moves else x
+        inputs = {name: self._upright(name, value) for name, value in inputs.items()}
         factors = (Scales(scales["b"], scales["a"]),) if scales else ()
         if self.fusable and alpha == 1 and not beta:
             dtype = torch.float32 if self.fp8 else self.dtype
-            y, aux = self._product(ctx, x, w, bias_of(inputs), epilogs.FUSED[self.epilog], dtype, *factors), {}
+            y, aux = self._product(ctx, x, w, inputs.get("bias"), epilogs.FUSED[self.epilog], dtype, *factors), {}
         else:
             y = self._product(ctx, x, w, None, None, torch.float32, *factors)
             if "d" in moves:
@@ -140,7 +138,7 @@ class Plan:
             y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS: with alpha 0, the operands' values don't matter
             if beta:
                 y.add_(c if flip else c.t(), alpha=beta)
-            y, aux = epilogs.apply(self.epilog, y, self._upright(inputs), self.layout.aux_dtype)
+            y, aux = epilogs.apply(self.epilog, y, inputs, self.layout.aux_dtype)
         if self.has_gradient:
             aux[self.epilog.name.lower()] = self._gradient(ctx, y, *sum_of).to(self.layout.aux_dtype)
         if self.fp8:
@@ -158,11 +156,11 @@ class Plan:
             torch.cuda.current_stream().synchronize()
         return (y, aux) if aux else y
 
-    def _upright(self, inputs: dict) -> dict:
-        """An epilog's inputs, with matrices as [n, m]."""
-        if "bias" in inputs:
-            return {"bias": bias_of(inputs)}
-        return inputs if self.flip else {name: value.t() for name, value in inputs.items()}
+    def _upright(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """An epilog's input: the bias as a vector, a matrix as [n, m]."""
+        if name == "bias":
+            return value if value.dim() == 1 else value.reshape(-1)
+        return value if self.flip else value.t()
 
     def _product(self, ctx: Context, x, w, bias, activation, dtype, *scales: Scales) -> torch.Tensor:
         """The GEMM and its communication: y in `dtype`."""
@@ -170,9 +168,9 @@ class Plan:
         if self.pattern == "local":
             return multiply((activation, dtype, None, precision), (x, w, bias, None, *scales))
         options = activation, self.rows, dtype, self._config(ctx, x, w, dtype), self.path, precision
-        if self.pattern == "AG+GEMM":
-            return ctx.call(AllGatherMatmul(*options), x, w, bias, None, None, *scales)[0]
-        kind = MatmulAllReduce if self.pattern == "GEMM+AR" else MatmulReduceScatter
+        kind = OPERATIONS[self.pattern]
+        if kind is AllGatherMatmul:
+            return ctx.call(kind(*options), x, w, bias, None, None, *scales)[0]
         return ctx.call(kind(*options, wire_dtype=self.wire), x, w, bias, None, *scales)
 
     def _config(self, ctx: Context, x, w, dtype):
@@ -180,7 +178,7 @@ class Plan:
         num_comm = self.problem.options.sm_count_communication
         if num_comm is None:
             return None
-        (N, K), operation = w.shape, OPERATIONS[self.pattern]
+        (N, K), operation = w.shape, OPERATIONS[self.pattern].operation
         precision = self.problem.precision
         config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, fused_layout(x, w), True, precision)
         stored = max(self.wire, dtype, key=lambda each: each.itemsize)
@@ -229,13 +227,3 @@ def _places(owned: Owned, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 def _indices(intervals: Intervals, device: torch.device) -> torch.Tensor:
     """The indices that the intervals cover, in order."""
     return torch.cat([torch.arange(*each, device=device) for each in ((0, 0), *intervals)])
-
-
-def bias_of(inputs: dict) -> torch.Tensor | None:
-    """The bias in an epilog's inputs, as a vector, or None."""
-    bias = inputs.get("bias")
-    return bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
-
-
-def _transposed(owned):
-    return [(columns, rows) for rows, columns in owned]
