@@ -238,7 +238,7 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         (lambda: te.TransformerLayer(8, 8, 2, hidden_dropout="x", **cpu), "hidden_dropout='x' must be a number"),
         *((lambda wrong=wrong, each=each: each(wrong), "the input .* must be a tensor of")
           for wrong in (None, 3, [1.0], x[0, 0], x.numpy()) for each in (layer, attention, te.Linear(8, 8, **cpu))),
-        (lambda: attention(x, rotary_pos_emb=3), "angles are int and must be a tensor"),
+        (lambda: attention(x, rotary_pos_emb=3), "angles=3 must be a tensor, or a pair of them"),
         (lambda: attention(x, rotary_pos_emb=torch.ones(3, 1, 1, 4, device="meta")), "angles are on meta, but the"),
         *((lambda wrong=wrong, each=each: each(wrong), message) for each in (layer, attention, te.Linear(8, 8, **cpu))
           for wrong, message in ((x[..., :4], r"shape \[3, 2, 4\], but its last dimension must be 8"),

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import capture, collectives, stream_order
+from tkernels.comm.arguments import check_tensors, check_type
 from tkernels.comm.calls import describe
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
@@ -231,8 +232,7 @@ class CommOverlapCore:
 
         The tensor may have fewer rows than the buffer. Its number of rows sets the chunk boundaries from then on.
         """
-        if not isinstance(input, torch.Tensor):
-            raise TypeError(f"copy_into_buffer: input is {type(input).__name__} and must be a tensor")
+        check_tensors("copy_into_buffer", input=input)
         if input.dtype in FP8:
             input = input.view(torch.uint8)
         if input.dtype != self.dtype:
@@ -623,12 +623,11 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
         another dtype, or the reverse, and ValueError for quantizers with more than one scale.
     """
     where = "fill_userbuffers_buffer_for_all_gather"
-    _check_communicator(where, comm)
+    check_communicator(f"{where}: comm", comm)
     local_tensor = float8_tensor(f"{where}: local_tensor", local_tensor)
     if quantizer is not None:
         check_quantizer(f"{where}: quantizer", quantizer)
-    if not isinstance(local_tensor, (torch.Tensor, Float8Tensor)):
-        raise TypeError(f"{where}: local_tensor is {type(local_tensor).__name__} and must be a tensor")
+    check_type(f"{where}: local_tensor", local_tensor, (torch.Tensor, Float8Tensor), "a tensor")
     ranks = group_of(comm.context if process_group is None else process_group, f"{where}: process_group").global_ranks
     if ranks != comm.context.group.global_ranks:
         raise ValueError(
@@ -663,16 +662,13 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     waits for peers may be launched on another stream. Raises ValueError for a CommOverlapP2P, and with cublasmp
     semantics, which have no bulk overlap.
     """
-    comm = allgather_communicator
-    _check_communicator("bulk_overlap_ag_with_external_gemm", comm)
+    where, comm = "bulk_overlap_ag_with_external_gemm", allgather_communicator
+    check_communicator(f"{where}: allgather_communicator", comm)
     for name, stream in (("send_stream", send_stream), ("recv_stream", recv_stream)):
-        if not isinstance(stream, type(comm._helper.dev.current_stream())):
-            raise TypeError(f"bulk_overlap_ag_with_external_gemm: {name} is {type(stream).__name__}, not a stream")
+        check_type(f"{where}: {name}", stream, type(comm._helper.dev.current_stream()), "a stream")
     if comm.with_cublasmp() or comm.is_p2p_overlap():
         reason = "has cublasmp semantics" if comm.with_cublasmp() else "overlaps inside a GEMM only"
-        raise ValueError(
-            f"bulk_overlap_ag_with_external_gemm: {comm!r} {reason}; make a CommOverlap without use_cublasmp"
-        )
+        raise ValueError(f"{where}: {comm!r} {reason}; make a CommOverlap without use_cublasmp")
     dev, (rows, own, whole) = comm._helper.dev, comm.parts()
     ready = Fence(dev)
     ready.record(send_stream)
@@ -681,9 +677,8 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
         comm.all_gather(own, rows, whole, comm.options.num_sm)
 
 
-def _check_communicator(where: str, comm):
-    if not isinstance(comm, CommOverlapCore):
-        raise TypeError(f"{where}: {type(comm).__name__} is no communicator; pass a CommOverlap or a CommOverlapP2P")
+def check_communicator(what: str, value):
+    check_type(what, value, CommOverlapCore, "a CommOverlap or a CommOverlapP2P")
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:

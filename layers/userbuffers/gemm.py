@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
+from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.configs import FP8
 from tkernels.dispatch import count_writes
 from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory, values
-from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType
+from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, check_communicator
 from tkernels.layers.userbuffers.defaults import boolean
 from tkernels.layers.userbuffers.float8 import check_quantizer, float8_tensor
 
@@ -108,8 +109,8 @@ def general_gemm(
         alpha = _number("alpha", alpha)
     if beta is not None and type(beta) is not float:
         beta = _number("beta", beta)
-    if rows is not None and not isinstance(rows, Iterable):
-        raise TypeError(f"general_gemm: rows={rows!r} must be a number of rows for each rank")
+    if rows is not None:
+        check_type("general_gemm: rows", rows, Iterable, "a number of rows for each rank")
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
         if ub is not None and ub_type is CommOverlapType.RS and inner and not bulk_overlap:
@@ -299,8 +300,8 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, 
             f"general_gemm: A is {A.data.dtype} {list(A.shape)} and B {B.data.dtype} {list(B.shape)}; they must be "
             f"matrices, or have more dimensions, and be of one dtype, or both Float8Tensors"
         )
-    if ub is not None and not isinstance(ub, CommOverlapCore):
-        raise TypeError(f"general_gemm: ub is {type(ub).__name__} and must be a CommOverlap or a CommOverlapP2P")
+    if ub is not None:
+        check_communicator("general_gemm: ub", ub)
     flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
     for name, value in flags.items():
         if value is not False and value is not True and value is not None:
@@ -326,8 +327,7 @@ def _check_overlap(ub, ub_type, bulk):
             f"general_gemm: ub={ub} and ub_type={ub_type} must both be given, or neither of them, nor bulk_overlap and "
             f"extra_output"
         )
-    if not isinstance(ub_type, CommOverlapType):
-        raise TypeError(f"general_gemm: ub_type={ub_type!r} must be CommOverlapType.AG or CommOverlapType.RS")
+    check_type("general_gemm: ub_type", ub_type, CommOverlapType, "CommOverlapType.AG or CommOverlapType.RS")
     if bulk and ub.with_cublasmp():
         raise ValueError(
             f"general_gemm: bulk_overlap=True, but {ub!r} has cublasmp semantics, which have no bulk overlap; pass "

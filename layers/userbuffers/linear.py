@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 
 import torch
@@ -49,17 +49,14 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             raise ValueError(
                 f"{name}: symmetric_ar_type={symmetric_ar_type!r} is not supported; pass 'two_shot' or None"
             )
-        if type(tp_size) is not int or tp_size < 1:
-            raise ValueError(f"{name}: tp_size={tp_size!r} must be a positive integer")
+        divide(name, "tp_size", tp_size, 1)
         if tp_group is not None:  # determines the size by itself, as in TransformerEngine
             group = group_of(tp_group, f"{name}: tp_group")
             asked, tp_size, tp_group = tp_size, group.size, group.process_group
             if asked not in (1, tp_size):
                 raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
-        callables = {"init_method": init_method, "get_rng_state_tracker": get_rng_state_tracker}
-        for option, value in callables.items():
-            if value is not None and not callable(value):
-                raise TypeError(f"{name}: {option}={value!r} must be a function or None")
+        for option, value in (("init_method", init_method), ("get_rng_state_tracker", get_rng_state_tracker)):
+            check_type(f"{name}: {option}", value, (Callable, type(None)), "a function or None")
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation

@@ -4,7 +4,7 @@ import torch
 
 from tkernels.comm.arguments import check_dense
 from tkernels.layers.userbuffers.linear import ParallelModule, given, normalize, refuse
-from tkernels.layers.userbuffers.transformer import AttentionModule, check_attention, check_inputs, checked_mask
+from tkernels.layers.userbuffers.transformer import AttentionModule, check_attention
 
 
 class _Norm(ParallelModule):
@@ -133,15 +133,12 @@ class DotProductAttention(AttentionModule):
         Refused: sliding windows, recomputation, attention biases, sequences of several lengths and inference_params.
         """
         where = "DotProductAttention.forward"
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         layout = self.qkv_format if qkv_format is None else qkv_format
-        check_attention(where, mask_type, window_size, layout, self.sequence_parallel)
-        check_inputs(where, **options)
+        mask_type, mask = self._asked(where, attn_mask_type, attention_mask, window_size, layout, **options)
         refuse(
             where, bottom_right_diagonal=bottom_right_diagonal, checkpoint_core_attention=checkpoint_core_attention,
             fp8_output=fp8_output, num_splits=num_splits not in (None, 1) and num_splits,
         )  # fmt: skip
-        attention_mask = checked_mask(where, mask_type, attention_mask)
         parts = {"query": query_layer, "key": key_layer, "value": value_layer}
         check_dense(where, **parts)
         heads = {"query": self.num_heads, "key": self.num_groups, "value": self.num_groups}
@@ -152,4 +149,4 @@ class DotProductAttention(AttentionModule):
                     f"{where}: {name}_layer has shape {tuple(part.shape)}; its last dimensions must be "
                     f"({heads[name]}, {width}), this rank's heads and their width"
                 )
-        return self._attention(parts.values(), attention_mask, mask_type, layout)
+        return self._attention(parts.values(), mask, mask_type, layout)

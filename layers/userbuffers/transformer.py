@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tkernels.comm.arguments import check_dense
+from tkernels.comm.arguments import check_dense, check_type
 from tkernels.layers.userbuffers.linear import (
     LayerNormLinear,
     Linear,
@@ -46,10 +46,25 @@ class AttentionModule(ParallelModule):
         self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
         return groups
 
+    def _asked(self, where: str, mask_type: str | None, mask, window, layout: str, /, **inputs) -> tuple:
+        """The mask's type and the mask to apply, or None. Raises ValueError or TypeError for what isn't supported.
+
+        As in TransformerEngine, a mask that isn't asked for is ignored: frameworks always pass one.
+        """
+        mask_type = self.attn_mask_type if mask_type is None else mask_type
+        check_attention(where, mask_type, window, layout, self.sequence_parallel)
+        check_inputs(where, **inputs)
+        if mask_type != "arbitrary":
+            return mask_type, None
+        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+            raise ValueError(f"{where}: attn_mask_type='arbitrary' needs an attention_mask of booleans")
+        check_dense(where, attention_mask=mask)
+        return mask_type, mask
+
     def _attention(self, parts, attention_mask, mask_type: str, layout: str) -> torch.Tensor:
         """query [s, b, heads, width], key and value [s, b, groups, width] -> [s, b, heads * width], or all [b, s, ...].
 
-        attention_mask: as checked_mask returns it.
+        attention_mask: as _asked returns it.
         """
         order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if layout == "sbhd" else ((0, 2, 1, 3), (0, 2, 1, 3))
         query, key, _ = parts = [part.permute(order) for part in parts]
@@ -193,12 +208,10 @@ class MultiheadAttention(AttentionModule):
 
         Refused: encoder_output, sliding windows, inference_params, attention biases and sequences of several lengths.
         """
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        check_attention("MultiheadAttention", mask_type, window_size, self.qkv_format, self.sequence_parallel)
-        check_inputs(
-            "MultiheadAttention.forward", encoder_output=encoder_output, inference_params=inference_params, **options
-        )
-        attention_mask = checked_mask("MultiheadAttention", mask_type, attention_mask)
+        mask_type, attention_mask = self._asked(
+            "MultiheadAttention.forward", attn_mask_type, attention_mask, window_size, self.qkv_format,
+            encoder_output=encoder_output, inference_params=inference_params, **options,
+        )  # fmt: skip
         normed = ()
         mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
         if self.return_layernorm_output:
@@ -367,8 +380,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     angles: [at least s, 1, 1, features], as TransformerEngine's RotaryPositionEmbedding makes them. Feature i of the
         first half is rotated with feature i of the second half; the features beyond these are unchanged.
     """
-    if not isinstance(angles, torch.Tensor):
-        raise TypeError(f"rotary_pos_emb: angles are {type(angles).__name__} and must be a tensor, or a pair of them")
+    check_type("rotary_pos_emb: angles", angles, torch.Tensor, "a tensor, or a pair of them")
     if angles.device != x.device:
         raise ValueError(f"rotary_pos_emb: the angles are on {angles.device}, but the heads on {x.device}; move them")
     length, features = x.shape[FORMATS.index(layout)], math.inf if angles.dim() == 0 else angles.shape[-1]
@@ -403,16 +415,6 @@ def check_inputs(where: str, **options):
             raise TypeError(f"{where}: there is no argument {name!r}")
         if value is not None and (isinstance(value, torch.Tensor) or value not in REFUSED_INPUTS[name]):
             raise ValueError(f"{where}: {name} is not supported; leave it out")
-
-
-def checked_mask(kind: str, mask_type: str, attention_mask) -> torch.Tensor | None:
-    """The mask to apply. As in TransformerEngine, one that isn't asked for is ignored: frameworks always pass one."""
-    if mask_type != "arbitrary":
-        return None
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype is not torch.bool:
-        raise ValueError(f"{kind}: attn_mask_type='arbitrary' needs an attention_mask of booleans")
-    check_dense(kind, attention_mask=attention_mask)
-    return attention_mask
 
 
 def _check_fits(kind: str, mask: torch.Tensor, shape: tuple[int, ...], device: torch.device):
