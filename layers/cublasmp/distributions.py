@@ -322,10 +322,9 @@ def split_of(shape: tuple[int, int], owned: list[Owned]) -> tuple[int, tuple[int
     """(dimension, its size on each rank) if the ranks own consecutive slabs of it in rank order, else None."""
     for dim in (0, 1):
         sizes = tuple(length(rank[dim]) for rank in owned)
-        wanted = slabs(shape, dim, sizes)
-        if all(mine == want or not length(want[dim]) for mine, want in zip(owned, wanted, strict=True)):
-            if sum(sizes) == shape[dim]:
-                return dim, sizes
+        pairs = zip(owned, slabs(shape, dim, sizes), strict=True)
+        if sum(sizes) == shape[dim] and all(mine == want or not length(want[dim]) for mine, want in pairs):
+            return dim, sizes
     return None
 
 

@@ -179,8 +179,6 @@ def _tensors(ctx: Context, dtype: torch.dtype, scales, home: Home) -> dict[str, 
 
 def _scalars(c, alpha, beta) -> tuple[float, float]:
     """(alpha, beta). Raises ValueError for invalid scalars."""
-    if c is alpha is beta is None:
-        return 1.0, 0.0
     if c is not None and beta is None:
         raise ValueError("with C, pass beta too")
     alpha, beta = _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)

@@ -343,7 +343,8 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
     fp8 = dtype in FP8
     if int(epilog) & ~1 not in EPILOGS:  # an int: a flag's complement would drop the bits that have no name
         raise ValueError(f"epilog={epilog!r} is no MatmulEpilog; ALLREDUCE alone may be or-ed with another one")
-    needed = set(required_inputs(epilog))
+    needed = {"bias": MatmulEpilog.BIAS, "relu_aux": D_RELU, "gelu_aux": D_GELU}
+    needed = {name for name, bit in needed.items() if bit in epilog}
     if needed != {name for name, _ in problem.inputs}:
         raise ValueError(
             f"the epilog {epilog!r} takes epilog_inputs {sorted(needed)}, not {[name for name, _ in problem.inputs]}"
@@ -381,12 +382,6 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
             f"send; pass at most {num_programs - 1}, or init(num_programs=...)"
         )
     return result_dtype, aux_dtype, wire_dtype
-
-
-def required_inputs(epilog: MatmulEpilog) -> tuple[str, ...]:
-    """The names of the inputs that an epilog needs."""
-    inputs = ("bias",) if MatmulEpilog.BIAS in epilog else ()
-    return inputs + (("relu_aux",) if D_RELU in epilog else ("gelu_aux",) if D_GELU in epilog else ())
 
 
 def relu_aux_shape(m: int, n: int) -> tuple[int, int]:

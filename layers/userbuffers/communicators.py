@@ -155,7 +155,12 @@ class CommOverlapCore:
         self._helper = helper
         self.rank, self.size = self.context.rank, self.context.size
         with contextlib.nullcontext() if alike else self.context.group.checking():
-            _check_generation(name, use_cublasmp, comm_type)
+            if type(use_cublasmp) is not bool or not isinstance(comm_type, CommOverlapType):
+                raise TypeError(
+                    f"{name}: use_cublasmp={use_cublasmp!r} and comm_type={comm_type!r} must be a bool and a "
+                    f"CommOverlapType. Up to release 2.16 num_splits and num_max_streams stood in their positions; "
+                    f"pass these by keyword"
+                )
             self.shape = checked_shape(f"{name}: buffer_shape", buffer_shape)
             check_dtype(f"{name}: buffer_dtype", buffer_dtype, None if options.is_reduce_scatter else torch.uint8)
             options = options.checked(lambda key: f"{name}: {_ARGUMENTS.get(key, key)}")
@@ -250,13 +255,14 @@ class CommOverlapCore:
             shape = (split_rows(total, self.size)[self.rank], width) if local_chunk else self.shape
         elif not isinstance(shape, Iterable) or isinstance(shape, torch.Tensor):
             raise TypeError(f"get_buffer: shape={shape!r} must be [rows, ...]")
-        elif not (shape := tuple(shape)):
-            raise ValueError("get_buffer: shape is of a scalar, but the buffer has rows")
-        elif any(not isinstance(extent, Integral) or extent < 0 for extent in shape):
+        elif not (shape := tuple(shape)) or any(not isinstance(extent, Integral) or extent < 0 for extent in shape):
             raise ValueError(f"get_buffer: shape={list(shape)} must be [rows, ...], none of them negative")
         else:
             width = math.prod(shape[1:])
-            total = self._total(shape[0], width) if local_chunk else shape[0]
+            total = shape[0]
+            if local_chunk:  # the buffer's own rows are split evenly, any others equally
+                own = split_rows(self.shape[0], self.size)[self.rank], self.shape[1]
+                total = self.shape[0] if (total, width) == own else total * self.size
             if total * width > math.prod(self.shape):
                 raise ValueError(
                     f"get_buffer: shape {list(shape)}{' of a chunk' if local_chunk else ''} makes {total * width} "
@@ -269,11 +275,6 @@ class CommOverlapCore:
             first = sum(split_rows(total, self.size)[: self.rank]) * width
             whole = whole[first : first + math.prod(shape)]
         return whole.view(tuple(shape))
-
-    def _total(self, own: int, width: int) -> int:
-        """The rows of all ranks if this rank has `own`: the buffer's if their even split matches, else own * size."""
-        whole = self.shape[0]
-        return whole if width == self.shape[1] and own == split_rows(whole, self.size)[self.rank] else own * self.size
 
     def _storage(self) -> torch.Tensor:
         if self._buffer is None:
@@ -734,12 +735,4 @@ def _check_method(name: str, options: OverlapOptions, use_cublasmp: bool):
         raise ValueError(
             f"{name}: method={options.method!r} overlaps beside a GEMM, which cublasmp semantics don't have; make a "
             f"CommOverlapP2P, a pipeline of type RS, or pass use_cublasmp=False"
-        )
-
-
-def _check_generation(name: str, use_cublasmp, comm_type):
-    if type(use_cublasmp) is not bool or not isinstance(comm_type, CommOverlapType):
-        raise TypeError(
-            f"{name}: use_cublasmp={use_cublasmp!r} and comm_type={comm_type!r} must be a bool and a CommOverlapType. "
-            f"Up to release 2.16 num_splits and num_max_streams stood in their positions; pass these by keyword"
         )

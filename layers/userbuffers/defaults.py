@@ -42,8 +42,6 @@ class OverlapOptions:
         programs and compute programs.
     num_splits: pipeline: a rank's rows are sent in at least this many pieces, each of at least 16 rows. There are
         usually more, since by rule a piece has at most 128 rows. Rows are split, not features, so no remainder is lost.
-        The default is 4, what TransformerEngine's initialize_ub passes and its CommOverlap has from 2.17 on; up to 2.16
-        CommOverlap itself had 3.
     aggregate: ring_exchange all-gather: messages of twice the rows where comm programs send them. The copy engine sends
         whole shards. Works with any number of ranks.
     use_ce: ring_exchange: the copy engine (DMA) sends where that is faster: shares of 8 MB and more, if the peers'

@@ -174,10 +174,12 @@ def general_gemm(
     else:
         value, filled = _scatter(ub, x, w, fused, into, extra_output, rows, dtype, plain and out is None)
     _check_shape(out, value.shape)
-    if not plain:
-        value = _epilogue(value, alpha, beta, accumulate, out, bias if added else None)
-    elif added and fused is None:
-        value = value.add_(bias)
+    if alpha != 1.0:
+        value = value * alpha
+    if accumulate and beta != 0:  # as in BLAS: with beta 0, `out` isn't read
+        value = torch.add(value, out, alpha=1.0 if beta is None else beta)
+    if added and fused is None:
+        value = value.add_(bias) if plain else value + bias
     gelu_input = None
     if gelu and grad:
         value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh")
@@ -266,14 +268,6 @@ def _bytes(extra_output: torch.Tensor) -> torch.Tensor:
 def _check_shape(out: torch.Tensor | None, shape):
     if out is not None and out.shape != shape:
         raise ValueError(f"general_gemm: out has shape {list(out.shape)}, but the result {list(shape)}")
-
-
-def _epilogue(value, alpha, beta, accumulate, out, bias):
-    if alpha != 1.0:
-        value = value * alpha
-    if accumulate and beta != 0:  # as in BLAS: with beta 0, `out` isn't read
-        value = torch.add(value, out, alpha=1.0 if beta is None else beta)
-    return value if bias is None else value + bias
 
 
 def _number(name: str, value) -> float:

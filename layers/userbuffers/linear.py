@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -62,7 +63,8 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.wgrad_store = [] if delay_wgrad_compute else None
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
-        self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
+        self.symmetric_ar_type = symmetric_ar_type
+        self.init_method = init_method or functools.partial(nn.init.normal_, mean=0.0, std=0.023)
         self._init_methods = {}  # by parameter
         self._float8 = {}  # by ub_name and what a recipe asks: a LayerScaling, whose histories outlast other recipes
 
@@ -566,7 +568,3 @@ def refuse(where: str, **options):
     for name, value in options.items():
         if isinstance(value, torch.Tensor) or value:
             raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")
-
-
-def _normal(weight):
-    nn.init.normal_(weight, mean=0.0, std=0.023)

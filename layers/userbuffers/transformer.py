@@ -151,10 +151,9 @@ class MultiheadAttention(AttentionModule):
         kind = "MultiheadAttention"
         refuse(
             kind, qk_norm_type=qk_norm_type, rotary_pos_interleaved=rotary_pos_interleaved,
-            softmax_type=None if softmax_type == "vanilla" else softmax_type,
+            softmax_type=softmax_type != "vanilla" and softmax_type,
+            attention_type=attention_type != "self" and attention_type,
         )  # fmt: skip
-        if attention_type != "self":
-            raise ValueError(f"{kind}: attention_type={attention_type!r} is not supported; only 'self' is")
         if return_layernorm_output and not input_layernorm:
             raise ValueError(f"{kind}: return_layernorm_output=True needs input_layernorm=True")
         self._configure(**options)
@@ -318,13 +317,9 @@ class TransformerLayer(ParallelModule):
         options = given(locals())
         super().__init__()
         refuse(
-            "TransformerLayer",
-            output_layernorm=output_layernorm,
-            parallel_attention_mlp=parallel_attention_mlp,
-            drop_path_rate=drop_path_rate,
-        )
-        if layer_type != "encoder":
-            raise ValueError(f"TransformerLayer: layer_type={layer_type!r} is not supported; only 'encoder' is")
+            "TransformerLayer", output_layernorm=output_layernorm, parallel_attention_mlp=parallel_attention_mlp,
+            drop_path_rate=drop_path_rate, layer_type=layer_type != "encoder" and layer_type,
+        )  # fmt: skip
         self._configure(**options)
         check_number("TransformerLayer", 1.0, hidden_dropout=hidden_dropout)
         self.hidden_dropout = hidden_dropout
