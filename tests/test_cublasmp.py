@@ -298,7 +298,7 @@ def test_matmul_options_order_reads_matrices_as_pytorch_does(ctx):
         assert w.is_contiguous() and w.shape[1] == x.shape[1]
         inputs = {name: value.t() if value.dim() == 2 else value for name, value in case.inputs(ctx, parts[2]).items()}
         y = matmul(
-            w, x, distributions=[d.transposed() for d in distributions], qualifiers="TN", epilog=case.epilog,
+            w, x, distributions=[Slab(1 - d.partition_dim) for d in distributions], qualifiers="TN", epilog=case.epilog,
             epilog_inputs=inputs, options={"order": "C"}, mesh=ctx,
         )  # fmt: skip
         (fortran, aux), (y, aux_c) = (r if isinstance(r, tuple) else (r, {}) for r in (fortran, y))
@@ -306,6 +306,17 @@ def test_matmul_options_order_reads_matrices_as_pytorch_does(ctx):
         assert fortran.t().is_contiguous()
         for name in aux:
             assert torch.equal(aux_c[name], aux[name].t() if aux[name].dim() == 2 else aux[name])
+    case, blocks = Case(*UNEVEN, "TN", E.BIAS), (2, 3)
+    across, along = ProcessGrid(shape=(1, ctx.size)), ProcessGrid(shape=(ctx.size, 1))
+    parts = [cyclic(shape, blocks, across, (0, 0), ctx.rank) for shape in (case.a.shape, case.b.shape, case.shape)]
+    with pytest.warns(UserWarning, match="of m, n, k = 13, 7, 19 are redistributed"):
+        fortran = run(ctx, case, [BlockCyclic(across, blocks)] * 3, parts)
+        w_c, x_c = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx).t() for i in (0, 1))
+        y_c = matmul(
+            w_c, x_c, distributions=[BlockCyclic(along, blocks[::-1])] * 3, qualifiers="TN", epilog=case.epilog,
+            epilog_inputs=case.inputs(ctx, parts[2]), options={"order": "C"}, mesh=ctx,
+        )  # fmt: skip
+    assert torch.equal(y_c, fortran.t())
     c = torch.ones_like(y)
     got = matmul(w, x, c, beta=1.0, distributions=[Slab.Y] * 3, qualifiers="TN", options={"order": "C"}, mesh=ctx,
                  epilog=E.ALLREDUCE)  # fmt: skip
@@ -759,7 +770,7 @@ def test_matmul_adds_no_copy_no_allocation_and_no_meeting(ctx, monkeypatch):
         a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
         w, x, bias = a.t(), b.t(), case.inputs(ctx, parts[2])["bias"]
         if order == "C":
-            a, b, distributions = w, x, [d.transposed() for d in distributions]
+            a, b, distributions = w, x, [Slab(1 - d.partition_dim) for d in distributions]
         call = dict(distributions=distributions, qualifiers="TN", epilog=case.epilog, epilog_inputs={"bias": bias},
                     options={"order": order, "algo_type": 3}, totals=EVEN, mesh=ctx)  # fmt: skip
         matmul(a, b, **call)
@@ -1460,7 +1471,7 @@ def test_a_rank_and_a_number_of_ranks_never_stand_side_by_side():
 
 
 def test_distributions_own_what_the_formula_says():
-    """Every kind of distribution against numroc's arithmetic; transposed; pickled; local shapes."""
+    """Every kind of distribution against numroc's arithmetic; pickled; local shapes."""
     for size, grids in GRIDS.items():
         for grid, shape, blocks in itertools.product(grids, [(13, 7), (1, 9), (6, 6)], [(1, 1), (3, 2), (20, 20)]):
             for first in ((0, 0), (grid.shape[0] - 1, grid.shape[1] - 1)):
@@ -1476,8 +1487,6 @@ def test_distributions_own_what_the_formula_says():
                     ]
                     assert got == list(want), (dist, rank)
                     assert dist.shape(rank, shape) == (len(want.rows), len(want.columns))
-                    whole = dist.owned(shape, rank=rank, size=size)
-                    assert dist.transposed().owned(shape[::-1], rank=rank, size=size) == whole[::-1]
     assert Slab.X.shape(1, (7, 3), size=2) == (3, 3) and Slab.Y.shape(0, (7, 3), size=2) == (7, 2)
     for wrong, message in [
         (lambda: ProcessGrid(shape=(2, 2)), "can be filled in two ways"),

@@ -80,9 +80,6 @@ class ProcessGrid:
         """Row and column of a rank in the grid."""
         return next((row, ranks.index(rank)) for row, ranks in enumerate(self._order) if rank in ranks)
 
-    def transposed(self) -> "ProcessGrid":
-        return ProcessGrid(process_array=tuple(zip(*self._order, strict=True)))
-
 
 class Distribution:
     """Base class of all distributions."""
@@ -102,10 +99,6 @@ class Distribution:
 
     def global_shape(self, everyone: list["Distribution"], shapes: list[tuple[int, int]]) -> tuple[int, int]:
         """The shape of the whole matrix, from every rank's distribution and local shape."""
-        raise NotImplementedError
-
-    def transposed(self) -> "Distribution":
-        """The distribution of the transposed matrix."""
         raise NotImplementedError
 
     def check_size(self, size: int):
@@ -144,9 +137,6 @@ class Slab(Distribution):
     def global_shape(self, everyone, shapes):
         total, other = sum(shape[self.partition_dim] for shape in shapes), shapes[0][1 - self.partition_dim]
         return (other, total) if self.partition_dim else (total, other)
-
-    def transposed(self):
-        return Slab(1 - self.partition_dim)
 
 
 Slab.X, Slab.Y = Slab(0), Slab(1)
@@ -193,9 +183,6 @@ class Box(Distribution):
         filled = [box for box in everyone if 0 not in box._extents] or everyone
         return tuple(max(box.upper[dim] for box in filled) for dim in (0, 1))
 
-    def transposed(self):
-        return Box(self.lower[::-1], self.upper[::-1])
-
 
 @dataclass(frozen=True)
 class BlockCyclic(Distribution):
@@ -241,9 +228,6 @@ class BlockCyclic(Distribution):
             for dim in (0, 1)
         )
 
-    def transposed(self):
-        return BlockCyclic(self.process_grid.transposed(), self.block_sizes[::-1], self.first_process[::-1])
-
     def check_size(self, size):
         if self.process_grid.size != size:
             raise ValueError(
@@ -266,9 +250,6 @@ class BlockNonCyclic(BlockCyclic):
 
     def _blocks(self, shape):
         return tuple(max(-(-extent // count), 1) for extent, count in zip(shape, self.process_grid.shape, strict=True))
-
-    def transposed(self):
-        return BlockNonCyclic(self.process_grid.transposed(), first_process=self.first_process[::-1])
 
 
 def _pair(value, least: int) -> tuple[int, int] | None:

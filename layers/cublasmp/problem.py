@@ -88,7 +88,7 @@ class Problem(NamedTuple):
         return operands | dict(self.inputs)
 
     def by_columns(self) -> "Problem":
-        """The same problem with all matrices read column by column: with order="C", their transposes are."""
+        """The same problem with all tensors read column by column: with order="C", their transposes are."""
         if self.options.order == "F":
             return self
         inputs = ((name, each if name == "bias" else each.transposed()) for name, each in self.inputs)
@@ -96,9 +96,12 @@ class Problem(NamedTuple):
             a=self.a.transposed(),
             b=self.b.transposed(),
             c=self.c and self.c.transposed(),
-            distributions=tuple(each.transposed() for each in self.distributions),
             inputs=tuple(inputs),
         )
+
+    def turned(self, pair: tuple) -> tuple:
+        """What a matrix has by (row, column) as passed, read column by column; or the reverse."""
+        return pair[::-1] if self.options.order == "C" else pair
 
 
 class InconsistentError(MismatchError, ValueError):
@@ -256,10 +259,11 @@ def resolve(everyone: list, num_programs: int) -> Layout:
     if all_reduce:
         owned["d"] = [(((0, m),), ((0, n),))] * size
     else:
-        distributions = [problem.distributions[2] for problem in found.problems]
-        owned["d"] = [each.owned((m, n), rank=rank, size=size) for rank, each in enumerate(distributions)]
-        if isinstance(distributions[0], Box) and not covers_once((m, n), owned["d"]):
-            raise ValueError(f"D is {(m, n)}, but its distributions by rank cover another matrix: {distributions}")
+        distributions, shape = [problem.distributions[2] for problem in found.problems], first.turned((m, n))
+        passed = [each.owned(shape, rank=rank, size=size) for rank, each in enumerate(distributions)]
+        if isinstance(distributions[0], Box) and not covers_once(shape, passed):
+            raise ValueError(f"D is {shape}, but its distributions by rank cover another matrix: {distributions}")
+        owned["d"] = [first.turned(each) for each in passed]
     for rank, problem in enumerate(found.problems):
         _check_local(rank, problem, local_shape(owned["d"][rank]), found.result_dtype, found.aux_dtype)
 
@@ -397,7 +401,8 @@ def gelu_aux_shape(m: int, n: int) -> tuple[int, int]:
 def _spread(name: str, problems: list[Problem]) -> tuple[tuple[int, int], list[Owned]]:
     """The shape of the whole matrix, and each rank's part of it. Raises ValueError if a rank's shape doesn't fit."""
     by_rank = [problem.distributions["ab".index(name)] for problem in problems]
-    shapes = [getattr(problem, name).shape for problem in problems]
+    turned = problems[0].turned
+    shapes = [turned(getattr(problem, name).shape) for problem in problems]
     shape = by_rank[0].global_shape(by_rank, shapes)
     owned = [distribution.owned(shape, rank=rank, size=len(shapes)) for rank, distribution in enumerate(by_rank)]
     for rank, (mine, found) in enumerate(zip(owned, shapes, strict=True)):
@@ -409,7 +414,7 @@ def _spread(name: str, problems: list[Problem]) -> tuple[tuple[int, int], list[O
             )
     if isinstance(by_rank[0], Box) and not covers_once(shape, owned):
         raise ValueError(f"the boxes of {name.upper()} must cover it once, all {shape} of it: {by_rank}")
-    return shape, owned
+    return turned(shape), [turned(each) for each in owned]
 
 
 def _check_local(rank: int, problem: Problem, d: tuple[int, int], result_dtype: torch.dtype, aux_dtype: torch.dtype):
