@@ -74,7 +74,11 @@ def _understand(
             _, inputs = bring(ctx, inputs, home)
         operands = operands | held
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
-        scalars = _scalars(operands["c"], alpha, beta)
+        if operands["c"] is not None and beta is None:
+            raise ValueError("with C, pass beta too")
+        scalars = _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
+        if operands["c"] is None and scalars[1]:
+            raise ValueError(f"beta={beta}, but there is no C to scale")
         problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs, scales)
         return _Request(home, operands, inputs, problem, scalars, scales)
     except Exception as error:
@@ -175,16 +179,6 @@ def _tensors(ctx: Context, dtype: torch.dtype, scales, home: Home) -> dict[str, 
         if scale is not None:
             found[name] = scale
     return found
-
-
-def _scalars(c, alpha, beta) -> tuple[float, float]:
-    """(alpha, beta). Raises ValueError for invalid scalars."""
-    if c is not None and beta is None:
-        raise ValueError("with C, pass beta too")
-    alpha, beta = _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
-    if c is None and beta:
-        raise ValueError(f"beta={beta}, but there is no C to scale")
-    return alpha, beta
 
 
 def _scalar(name: str, value, default: float) -> float:

@@ -149,17 +149,11 @@ def default_config(
 
 
 def _defaults(name: str, method: str, tp_size: int) -> OverlapOptions:
-    ring = method == "ring_exchange"
+    numbers = dict(num_sm=16, cga_size=2, set_sm_margin=True, num_splits=4)
+    if method == "ring_exchange":
+        numbers = dict(num_sm=1, cga_size=1, set_sm_margin=False, num_splits=tp_size)
     reduces = _is_reduce_scatter(name, method)
-    return OverlapOptions(
-        method=method,
-        is_reduce_scatter=reduces,
-        num_sm=1 if ring else 16,
-        cga_size=1 if ring else 2,
-        set_sm_margin=not ring,
-        num_splits=tp_size if ring else 4,
-        fp8_buf=not reduces,
-    )
+    return OverlapOptions(method, reduces, fp8_buf=not reduces, **numbers)
 
 
 def _is_reduce_scatter(name: str, method: str) -> bool:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
@@ -38,6 +39,8 @@ FLAGS = {
 
 class ParallelModule(dataflow.DeferringModule, MarkedModule):
     """Base class of the layers: the group, the refused options, parameters, and deferred weight gradients."""
+
+    _ignored = "_extra_state"  # entries of a state dict, TransformerEngine's of fp8, that have no place here
 
     def _configure(
         self, tp_group=None, tp_size=1, sequence_parallel=False, fuse_wgrad_accumulation=False,
@@ -165,12 +168,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
     def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
-        own = [name for name in unexpected if name.startswith(prefix)]
-        unexpected[:] = [name for name in unexpected if name not in own or not self._knows(name.removeprefix(prefix))]
-
-    def _knows(self, entry: str) -> bool:
-        """Whether a state-dict entry belongs to TransformerEngine's layer but is ignored by this one."""
-        return entry == "_extra_state"  # fp8 state
+        unexpected[:] = [name for name in unexpected if not re.fullmatch(re.escape(prefix) + self._ignored, name)]
 
     def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_, **marks):
         """Register this rank's part of a parameter, split along `dim` (None: not split), with Megatron's attributes."""

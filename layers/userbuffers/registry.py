@@ -88,12 +88,9 @@ def initialize_ub(
     all: ranks without one of their own raise ValueError or TypeError like it, for any other error TkernelsError, with
     its text. Nothing is left behind then, and initialize_ub may be called again.
     """
+    asked = locals() | {"tp_group": tp_group is not None}
+    asked |= {name: os.environ.get(name) for name in ("UB_TIMEOUT", "NVTE_EXT_MARGIN_SM")}
     world = Group(None)
-    asked = dict(
-        shape=shape, tp_size=tp_size, dtype=dtype, ub_cfgs=ub_cfgs, modes=quantization_modes, cublasmp=with_cublasmp,
-        bootstrap_backend=bootstrap_backend, tp_group=tp_group is not None,
-        UB_TIMEOUT=os.environ.get("UB_TIMEOUT"), NVTE_EXT_MARGIN_SM=os.environ.get("NVTE_EXT_MARGIN_SM"),
-    )  # fmt: skip
     with _agreed(world, asked=repr(asked)):
         timeout_s(), margin()
         tp_group = None if tp_group is None else group_of(tp_group, "initialize_ub: tp_group").process_group

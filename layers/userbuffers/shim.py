@@ -98,9 +98,12 @@ def install(patch: bool = False) -> None:
         )
     if present:
         for name, content in MODULES.items():
-            _patch(
-                importlib.import_module(name), {key: value for key, value in content.items() if key != "__version__"}
-            )
+            module, missing = importlib.import_module(name), object()
+            for key in content.keys() - {"__version__"}:
+                before = getattr(module, key, missing)
+                setattr(module, key, content[key])
+                undo = (delattr, module, key) if before is missing else (setattr, module, key, before)
+                _undo.callback(*undo)
         return
     if "megatron.core" in sys.modules:
         warnings.warn(
@@ -160,14 +163,6 @@ def _define_megatrons_layers():
     """Let Megatron define its layers for TransformerEngine again, if it has been imported: their bases have changed."""
     if MEGATRONS_LAYERS in sys.modules:
         importlib.reload(sys.modules[MEGATRONS_LAYERS])
-
-
-def _patch(module, content):
-    missing = object()
-    for key, value in content.items():
-        before = getattr(module, key, missing)
-        setattr(module, key, value)
-        _undo.callback(delattr, module, key) if before is missing else _undo.callback(setattr, module, key, before)
 
 
 def _make(name: str, content):

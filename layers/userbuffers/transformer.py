@@ -69,7 +69,14 @@ class AttentionModule(ParallelModule):
         order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if layout == "sbhd" else ((0, 2, 1, 3), (0, 2, 1, 3))
         query, key, _ = parts = [part.permute(order) for part in parts]
         if attention_mask is not None:
-            _check_fits(type(self).__name__, attention_mask, (*query.shape[:3], key.shape[2]), query.device)
+            found, scores = attention_mask.shape, (*query.shape[:3], key.shape[2])
+            sizes = zip(found[::-1], scores[::-1], strict=False)
+            fits = len(found) <= len(scores) and all(size in (1, whole) for size, whole in sizes)
+            if not fits or attention_mask.device != query.device:
+                raise ValueError(
+                    f"{type(self).__name__}: attention_mask is {list(found)} on {attention_mask.device}, but must fit "
+                    f"the scores, {list(scores)} of [b, heads, s, s] on {query.device}"
+                )
         with self._rng():
             context = functional.scaled_dot_product_attention(
                 *parts,
@@ -98,6 +105,8 @@ class MultiheadAttention(AttentionModule):
     Refused: qk_norm_type, other kinds of softmax, interleaved rotation, cross-attention and sliding windows. seq_length
     and micro_batch_size have no effect. The arguments of forward are in TransformerEngine's order up to rotary_pos_emb.
     """
+
+    _ignored = r"(core_attention\.(.+\.)?)?_extra_state"
 
     def __init__(
         self,
@@ -244,9 +253,6 @@ class MultiheadAttention(AttentionModule):
             return contextlib.nullcontext(), contextlib.nullcontext()
         tracker = self.get_rng_state_tracker()
         return contextlib.nullcontext(), _in_states(tracker, tracker.get_states())
-
-    def _knows(self, entry: str) -> bool:
-        return super()._knows(entry) or entry.startswith("core_attention.") and entry.endswith("._extra_state")
 
 
 class TransformerLayer(ParallelModule):
@@ -410,16 +416,6 @@ def check_inputs(where: str, **options):
             raise TypeError(f"{where}: there is no argument {name!r}")
         if value is not None and (isinstance(value, torch.Tensor) or value not in REFUSED_INPUTS[name]):
             raise ValueError(f"{where}: {name} is not supported; leave it out")
-
-
-def _check_fits(kind: str, mask: torch.Tensor, shape: tuple[int, ...], device: torch.device):
-    """Raise ValueError unless a mask is for scores of that shape."""
-    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
-    if mask.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes) or mask.device != device:
-        raise ValueError(
-            f"{kind}: attention_mask is {list(mask.shape)} on {mask.device}, but must fit the scores, {list(shape)} of "
-            f"[b, heads, s, s] on {device}"
-        )
 
 
 def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):
