@@ -11,26 +11,21 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tkernels.layers.userbuffers import float8
 from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, check_number, divide, given, refuse
 
-_gelu = functools.partial(functional.gelu, approximate="tanh")
-
-
-def _gated(activation):
-    def act(x):
-        gate, up = x.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return act
-
-
 ACTIVATIONS = {
-    "gelu": _gelu,
+    "gelu": functools.partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
     "silu": functional.silu,
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "srelu": lambda x: functional.relu(x).square(),
 }
-GATED = {"geglu": _gelu, "reglu": functional.relu, "swiglu": functional.silu, "qgeglu": ACTIVATIONS["qgelu"]}
-ACTIVATIONS.update({name: _gated(activation) for name, activation in GATED.items()})
+GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "qgeglu": "qgelu"}  # the activation of the first half
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation not in GATED:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[GATED[activation]](gate) * up
 
 
 class LayerNormMLP(ParallelModule):
@@ -86,8 +81,9 @@ class LayerNormMLP(ParallelModule):
         super().__init__()
         refuse("LayerNormMLP", activation_params=activation_params)
         check_number("LayerNormMLP", math.inf, eps=eps)
-        if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
+        known = ACTIVATIONS | GATED
+        if not isinstance(activation, str) or activation not in known:
+            raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(known)}")
         self._configure(**options)
         self.eps, self.activation, self.checkpoint = eps, activation, checkpoint
         self.use_bias, self.return_bias = bias, return_bias
@@ -129,8 +125,7 @@ class LayerNormMLP(ParallelModule):
     def _forward(self, inp, rows):
         normed, mode = self._normalize(inp, "column", rows)
         h = self._product(normed, [self.fc1_weight], self.fc1_bias, mode, self._fc1, "fc1", rows)
-        h = ACTIVATIONS[self.activation](h)
-        bias = None if self.return_bias else self.fc2_bias
+        h, bias = activated(h, self.activation), None if self.return_bias else self.fc2_bias
         return self._product(h, [self.fc2_weight], bias, "row", self._fc2, "fc2", rows), normed
 
     def _overlaps(self) -> bool:

@@ -4,7 +4,7 @@ import torch
 
 from tkernels.comm.arguments import check_dense
 from tkernels.layers.userbuffers.linear import ParallelModule, given, normalize, refuse
-from tkernels.layers.userbuffers.transformer import AttentionModule, check_attention
+from tkernels.layers.userbuffers.transformer import AttentionModule
 
 
 class _Norm(ParallelModule):
@@ -103,11 +103,9 @@ class DotProductAttention(AttentionModule):
             softmax_type=softmax_type != "vanilla" and softmax_type,
         )  # fmt: skip
         self._configure(**options)
-        check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
-        self._split_heads(num_attention_heads, num_gqa_groups)
+        self._configure_attention(**options)
         self.widths = (kv_channels,) * 2 if isinstance(kv_channels, int) else tuple(kv_channels)
-        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
-        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.softmax_scale = softmax_scale
 
     def forward(
         self,

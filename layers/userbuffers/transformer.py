@@ -36,14 +36,17 @@ class AttentionModule(ParallelModule):
 
     softmax_scale = None
 
-    def _split_heads(self, num_attention_heads, num_gqa_groups) -> int:
-        """Set this rank's number of heads and of groups; returns the groups of all ranks."""
+    def _configure_attention(
+        self, num_attention_heads, num_gqa_groups, attention_dropout, attn_mask_type, window_size, qkv_format, **_
+    ) -> int:
+        """Take of a constructor's arguments those of attention; returns the groups of all ranks."""
         kind, groups = type(self).__name__, num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        for what, number in {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}.items():
-            divide(kind, what, number, 1)
-        divide(kind, "num_attention_heads", num_attention_heads, groups)
+        check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
+        check_number(kind, 1.0, attention_dropout=attention_dropout)
+        self.attn_mask_type, self.attention_dropout, self.qkv_format = attn_mask_type, attention_dropout, qkv_format
         self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
         self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
+        divide(kind, "num_attention_heads", num_attention_heads, groups)
         return groups
 
     def _asked(self, where: str, mask_type: str | None, mask, window, layout: str, /, **inputs) -> tuple:
@@ -168,12 +171,9 @@ class MultiheadAttention(AttentionModule):
         self._configure(**options)
         if not set_parallel_mode and self.tp_size > 1:
             raise ValueError(f"{kind}: tp_size={self.tp_size} splits the heads; pass set_parallel_mode=True")
-        check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
-        check_number(kind, 1.0, attention_dropout=attention_dropout)
+        groups = self._configure_attention(**options)
         check_number(kind, math.inf, layernorm_epsilon=layernorm_epsilon)
-        groups = self._split_heads(num_attention_heads, num_gqa_groups)
         self.head_dim = kv_channels or divide(kind, "hidden_size", hidden_size, num_attention_heads)
-        self.attn_mask_type, self.attention_dropout, self.qkv_format = attn_mask_type, attention_dropout, qkv_format
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
         self.return_bias, self.layer_number = return_bias, layer_number
