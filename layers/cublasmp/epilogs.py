@@ -10,17 +10,6 @@ from torch.nn import functional
 from tkernels.layers.cublasmp.options import MatmulEpilog
 from tkernels.layers.cublasmp.problem import AUX, D_GELU, D_RELU, gelu_aux_shape, relu_aux_shape
 
-FUSED = {  # epilogs that a kernel can apply, and its activation
-    MatmulEpilog.DEFAULT: None,
-    MatmulEpilog.BIAS: None,
-    MatmulEpilog.RELU: "relu",
-    MatmulEpilog.RELU_BIAS: "relu",
-    MatmulEpilog.GELU: "gelu_tanh",
-    MatmulEpilog.GELU_BIAS: "gelu_tanh",
-    MatmulEpilog.BGRADA: None,
-    MatmulEpilog.BGRADB: None,
-}
-
 
 def apply(epilog: MatmulEpilog, value: torch.Tensor, inputs: dict, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:
     """Apply the epilog: (the result [n, m], {name: auxiliary output}).

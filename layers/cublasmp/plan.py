@@ -3,7 +3,7 @@
 The kernels compute y[n, m] = x[n, k] @ w[m, k].T, where x is op(B).T and w is op(A), both views. y is D.T: row-major y
 and column-major D are the same memory.
 
-If the kernel's own epilogue covers the request (alpha 1, beta 0, an epilog of `epilogs.FUSED`), it does everything.
+If the kernel's own epilogue covers the request (alpha 1, beta 0, an epilog without AUX), it does everything.
 Otherwise it returns the sum over ranks in fp32, and torch does the rest, rounding once at the end. A plan keeps no
 launches: the core keeps them for each operation, by what its tensors are like.
 """
@@ -21,7 +21,7 @@ from tkernels.gemm import Scales, fused_layout, multiply
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import Intervals, Owned, length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
-from tkernels.layers.cublasmp.problem import BGRAD, Layout, MatrixLayout, Problem
+from tkernels.layers.cublasmp.problem import AUX, BGRAD, Layout, MatrixLayout, Problem
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.paths import choose_path
@@ -77,8 +77,10 @@ class Plan:
         algorithm = MatmulAlgoType.ATOMIC_P2P if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
         sent = self.wire if self.pattern in ("GEMM+RS", "GEMM+AR") else None
         self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), sent)
+        activations = {MatmulEpilog.RELU: "relu", MatmulEpilog.GELU: "gelu_tanh"}  # of a kernel's own epilogue
+        self.activation = next((name for bit, name in activations.items() if bit in self.epilog), None)
         self.fusable = (
-            self.epilog in epilogs.FUSED
+            AUX not in self.epilog
             and "d" not in layout.wanted
             and (MatmulEpilog.BIAS not in self.epilog or self.dtype == problem.a.dtype or problem.a.dtype in FP8)
         )
@@ -130,7 +132,7 @@ class Plan:
         factors = (Scales(scales["b"], scales["a"]),) if scales else ()
         if self.fusable and alpha == 1 and not beta:
             dtype = torch.float32 if self.fp8 else self.dtype
-            y, aux = self._product(ctx, x, w, inputs.get("bias"), epilogs.FUSED[self.epilog], dtype, *factors), {}
+            y, aux = self._product(ctx, x, w, inputs.get("bias"), self.activation, dtype, *factors), {}
         else:
             y = self._product(ctx, x, w, None, None, torch.float32, *factors)
             if "d" in moves:
@@ -204,8 +206,7 @@ class Redistribution:
     """
 
     def __init__(self, shape: tuple[int, int], source: list[Owned], target: Owned, device: torch.device):
-        self.shape = shape
-        self.parts = [local_shape(owned) for owned in source]
+        self.shape, self.parts = shape, [local_shape(owned) for owned in source]
         self.sizes = tuple(rows * columns for rows, columns in self.parts)
         self.source = [_places(owned, device) for owned in source]
         self.target = _places(target, device)

@@ -105,10 +105,7 @@ def general_gemm(
         fast_accum = not boolean("general_gemm: use_split_accumulator", use_split_accumulator)
         B = B if B.fast_accum == fast_accum else replace(B, fast_accum=fast_accum)
     _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub)
-    if type(alpha) is not float:
-        alpha = _number("alpha", alpha)
-    if beta is not None and type(beta) is not float:
-        beta = _number("beta", beta)
+    alpha, beta = _number("alpha", alpha), None if beta is None else _number("beta", beta)
     if rows is not None:
         check_type("general_gemm: rows", rows, Iterable, "a number of rows for each rank")
     if A.dim() > 2 or B.dim() > 2:
