@@ -992,7 +992,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
 
     patch.setattr(engine, "device_module", lambda device: sim)
     patch.setattr(TkernelsWire, "reduce_scatter", reduce_scatter)
-    patch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", lambda x: None, writes=[x]))
+    patch.setattr(TkernelsWire, "all_gather", lambda self, x, *_: sim.launch("gather", lambda x: None, writes=[x]))
     if wrong is not None:
         patch.setattr(*wrong)
     towers = nn.ModuleList(Tower(numel, start) for start in (1.0, 2.0))
@@ -1079,7 +1079,7 @@ def test_zero_optimizer_fills_a_bucket_while_the_one_before_it_is_reduced(monkey
     monkeypatch.setattr(engine, "device_module", lambda device: sim)
     monkeypatch.setattr(FlatGroup, "pack", labelled)
     monkeypatch.setattr(TkernelsWire, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: None)
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, *_: None)
     with sim:
         parameters = [nn.Parameter(torch.ones(9)) for _ in range(4)]  # with padding: copied into buffers
         zero = ZeroOptimizer(parameters, torch.optim.SGD, lr=1.0, mesh=OneRank(), bucket_bytes=64)
@@ -1098,7 +1098,7 @@ def alone(monkeypatch):
     """A simulator, a tower in it, and what makes its optimizer of one rank, which gathers during forward."""
     sim, tower = Simulator(), Tower(16, 1.0)
     monkeypatch.setattr(engine, "device_module", lambda device: sim)
-    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, *_: sim.launch("gather", writes=[x]))
     options = {"lr": 1.0, "mesh": OneRank(), "overlap_gather": tower}
     return sim, tower, functools.partial(ZeroOptimizer, list(tower.parameters()), torch.optim.SGD, **options)
 
