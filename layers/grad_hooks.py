@@ -95,7 +95,6 @@ class GradReadyHooks:
             self._handles += [
                 param.register_hook(functools.partial(enter, weakref.ref(param))) for param in self._params
             ]
-
         weakref.finalize(self, _take_off, self._handles).atexit = False  # whoever comes next finds none of them
 
     def remove(self):
