@@ -230,6 +230,29 @@ def test_launch_shows_what_a_rank_raised_while_it_imported_the_program(tmp_path)
     assert 'belongs under `if __name__ == "__main__":`' in guard and ran.stderr == ""
 
 
+COLLECTOR = """
+import gc
+from tkernels.launch import launch
+
+gc.disable()
+
+def collects(ctx):
+    return gc.isenabled()
+
+if __name__ == "__main__":
+    print(launch(collects, 1))
+"""
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_launch_leaves_the_collector_as_the_program_has_it(tmp_path, collects):
+    (tmp_path / "program.py").write_text(COLLECTOR.replace("gc.disable()", "") if collects else COLLECTOR)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "program.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert ran.stdout == f"[{collects}]\n", ran.stderr
+
+
 STANDARD_FILES = """
 import os
 from pathlib import Path

@@ -421,17 +421,17 @@ def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, 
     _die_with_parent(alive)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=True)  # then the process ends
     pipe, ctx = Connection(pipe), None
-    gc.disable()  # imports take a fifth less time: what they make stays, and the collector would walk over it again
+    gc.disable()  # imports take a fifth less time: what they make stays
     with contextlib.suppress(Exception):  # raised again when the rank joins
         import torch  # noqa: F401  (takes seconds, while the parent makes ready)
 
     def join(message):
         nonlocal ctx
         program, os.environ["TKERNELS_RUNTIME"], options = pickle.loads(message)
+        gc.enable()  # before the program, which may say otherwise
         _import_program(program | {"name": f"{program['name']}-{rank}"})
         ctx = _join(rank, ranks, port, listener, pickle.loads(options))
-        gc.freeze()
-        gc.enable()
+        gc.freeze()  # the collector need not walk over it again
 
     def run(call):
         result, spent = _call(ctx, *pickle.loads(call))

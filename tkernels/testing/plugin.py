@@ -286,7 +286,7 @@ def _load(name: str, path: str):
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
     code = _rewritten(Path(path))
     sys.modules[name] = module
-    gc.disable()  # as in launch: imports take a fifth less time
+    gc.disable()  # imports take a fifth less time: what they make stays
     try:
         exec(code, vars(module))
     except BaseException:
