@@ -277,6 +277,22 @@ def all_gather_kernel(
     end_mail(mail, state, copied, None, 0, call, net, L)
 
 
+@triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
+def land_kernel(
+    x, inbox, ready, max_chunks, state, table, rank, gate, copied, delivered,
+    call,  # see begin_call
+    L,
+):
+    """Wait until the copy engines have brought every peer's part, one chunk each; the parts stay where they land."""
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
+    mail = Mail(inbox, ready, delivered, max_chunks, epoch)
+    begin_mail(mail, gate, 0, net, L)
+    for step in range(1, L.RANKS):
+        wait_chunk(mail, (rank + L.RANKS - step) % L.RANKS, 0, net, L)
+    end_mail(mail, state, copied, None, 0, call, net, L)
+
+
 @triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "span_chunks", "call"])
 def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
@@ -626,6 +642,12 @@ class AllGather(CollectiveCall):
             ctx, x, out, rows, dtypes, _Parts.gather, cut=lambda x, out, piece: (x.view(-1)[piece], out)
         )
 
+    def prepare_landing(self, ctx: Context, x: torch.Tensor):
+        """Plan the gather of a contiguous matrix by `plan_landing`; the memory is [M, K], this rank's own left out."""
+        row_bytes, first = x.shape[1] * x.element_size(), sum(self.rows[: ctx.rank])
+        sends = [(0, first * row_bytes, x.shape[0] * row_bytes)] * ctx.size
+        return plan_landing(ctx, OP_ALL_GATHER, x, sends, sum(self.rows))
+
 
 def reduce_scatter(
     ctx: Context,
@@ -666,6 +688,38 @@ class ReduceScatter(CollectiveCall):
         return self.bind_rows(
             ctx, x, out, rows, (x.dtype, dtype), reduce, cut=lambda x, out, piece: (x, out.view(-1)[piece])
         )
+
+    def prepare_landing(self, ctx: Context, x: torch.Tensor):
+        """Plan the sends of a contiguous matrix by `plan_landing`; the memory is [R, M/R, N], a part of each peer."""
+        row_bytes = x.shape[1] * x.element_size()
+        sends = [
+            (first * row_bytes, ctx.rank * rows * row_bytes, rows * row_bytes)
+            for first, rows in zip(starts_of(self.rows), self.rows, strict=True)
+        ]
+        launch, landed = plan_landing(ctx, OP_REDUCE_SCATTER, x, sends, ctx.size * max(self.rows))
+        own = self.rows[ctx.rank]
+        return launch, landed[: ctx.size * own].view(ctx.size, own, x.shape[1])
+
+
+def can_land(ctx: Context, num_bytes: int) -> bool:
+    """Whether copy engines can bring so many bytes into every rank's memory at a time. The same on all ranks."""
+    return ctx.mapped and inboxes_fit(ctx.heap, num_bytes, landing=True)
+
+
+def plan_landing(ctx: Context, operation, x: torch.Tensor, sends: list[tuple[int, int, int]], rows: int):
+    """Plan an exchange by the copy engine that leaves what it brings where it lands, and all but one SM to other work.
+
+    x: a contiguous matrix. sends: for each rank, where in x its bytes begin, where they go, and how many there are.
+    rows: as wide as those of x, that there must be room for: see `can_land`.
+    Returns the function of such x, and the memory [rows, ...]. What lands stays there until this stream's next call.
+    """
+    inbox = Inbox.of(ctx, True, 1, rows, x.shape[1], x.dtype)
+    peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
+    launch = ctx.bind_call(
+        land_kernel, 1, inbox.workspace, operation, x=x, inbox=inbox.matrix, landing=True,
+        copies=[Send(peer, "x", *sends[peer], ctx.rank, 1) for peer in peers], varying=("x",), num_warps=1,
+    )  # fmt: skip
+    return launch, inbox.matrix
 
 
 def all_reduce(

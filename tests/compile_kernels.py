@@ -239,6 +239,8 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=2))
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=8))
+    for label, traced, transport in (("", False, "peer"), ("traced", True, "peer"), ("", False, "nvshmem")):
+        cases.append(Case("land", "float32", label, ranks=4, copied=True, traced=traced, transport=transport))
     for dtype in ("bfloat16", "float32"):
         cases.append(Case("all_reduce", dtype, "one_shot", (1024, 1, 4096), ranks=2))
         cases.append(Case("all_reduce", dtype, "two_shots", (64, 1, 4096), ranks=4))
@@ -633,6 +635,9 @@ def _call(case: Case):
                 round_trips.round_trips(ctx, verb)
         elif case.operation == "channel":
             _call_channel(ctx, case)
+        elif case.operation == "land":
+            launch, _ = collectives.AllGather((M,) * case.ranks).prepare_landing(ctx, matrix(M, K))
+            launch(matrix(M, K))
         elif case.operation in COLLECTIVES:
             config = replace(collectives.DEFAULT, copy_bytes=0 if case.copied else 1 << 40)
             getattr(collectives, case.operation)(ctx, matrix(M, K), config=config)

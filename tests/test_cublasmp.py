@@ -31,6 +31,7 @@ from transports import (
     multiplied_by,
     over,
     poison_workspace,
+    reduced_precision,
     tf32,
 )
 
@@ -900,6 +901,12 @@ def test_matmul_over_contexts_that_come_and_go(ctx):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_matmul_at_the_size_of_a_layer(ctx, pattern, dtype):
+    # Else cuBLAS rounds sums to 16 bits before it adds a bias: of 2047x384x515 in bf16 39 elements were wrong.
+    with reduced_precision(False):
+        _check_at_the_size_of_a_layer(ctx, pattern, dtype)
+
+
+def _check_at_the_size_of_a_layer(ctx, pattern, dtype):
     case = Case(1536, 2048, 1024, "TN", E.RELU_BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0), dtype, seed=42)
     distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
     for _ in range(5):

@@ -32,6 +32,7 @@ from tkernels.model import (
     predict_plain,
     predict_staged,
     reject,
+    takes_turns,
     ways,
     wire_of,
 )
@@ -302,6 +303,30 @@ def test_predict_plain_is_the_sum_of_its_parts():
         assert found.wire == pytest.approx((2 if operation == AR else 1) * 8192 * 8192 * 2 * 3 / 4 / H200.collective)
 
 
+@pytest.mark.quick
+def test_predict_plain_in_turns_hides_what_is_sent_while_own_rows_are_multiplied():
+    for operation in (AG, RS, AR):
+        problem = Problem(operation, 8192, 8192, 8192, FP32, "pointers", ranks=2, precision="tf32", alignment=16)
+        found, crossing = predict_plain(problem), 8192 * 8192 * 4 / 2
+        sent = crossing / H200.copy_engine, (operation == AR) * crossing / H200.collective
+        assert found.wire == pytest.approx(sum(sent))
+        assert sent[0] < found.gemm / 2 and found.exposed == pytest.approx(sent[1], abs=1e-9)
+        few = predict_plain(replace(problem, **{"K" if operation != AG else "N": 64}))
+        assert few.exposed == pytest.approx(sum(sent) - few.gemm / 2)
+        apart = predict_plain(replace(problem, mapped=False))
+        assert apart.exposed == pytest.approx((1 + (operation == AR)) * crossing / H200.collective)
+
+
+@pytest.mark.quick
+def test_takes_turns_in_fp32_where_every_rank_has_many_rows_of_many_bytes():
+    for operation in (AG, RS, AR):
+        assert takes_turns(operation, (4096, 512), 8192, FP32)
+        assert not takes_turns(operation, (4096, 511), 8192, FP32)
+        assert not takes_turns(operation, (512, 512), 1024, FP32)
+        assert not takes_turns(operation, (4096, 4096), 8192, BF16)
+        assert not takes_turns(operation, (8192,), 8192, FP32)
+
+
 def way_of(problem):
     """Who multiplies for a local product."""
     M, N, dtype = problem.M, problem.N, problem.dtype
@@ -408,13 +433,14 @@ def test_library_s_is_within_a_tenth_of_what_was_measured():
 @pytest.mark.quick
 def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_librarys_is_far_faster():
     for operation, ranks in itertools.product((AG, RS, AR), (2, 4, 8)):
-        assert features_that_pay(operation, ranks, BF16) == math.inf
-        ieee, tf32 = (features_that_pay(operation, ranks, FP32, precision) for precision in ("ieee", "tf32"))
+        assert features_that_pay(operation, ranks, 8192, BF16) == math.inf
+        ieee, tf32 = (features_that_pay(operation, ranks, 8192, FP32, precision) for precision in ("ieee", "tf32"))
         assert 10 < ieee < 150 < tf32 < 1024, (operation, ranks)
-        odd, even = (features_that_pay(operation, ranks, BF16, alignment=alignment) for alignment in (2, 4))
-        assert max(odd, even) < 1024
+        for width in (8191, 8190):  # rows are staged where TMA is
+            assert features_that_pay(operation, ranks, width, BF16) == math.inf
+            assert features_that_pay(operation, ranks, width, BF16, gpu=A100) < 1024
     # What is lost beyond them is more than what overlap can hide.
-    features = features_that_pay(AG, 4, FP32)
+    features = features_that_pay(AG, 4, 8192, FP32)
     lost = 2 * features * 8192 * 4096 * (1 / H200.flops[2] - 1 / H200.library_flops[2])
     assert lost == pytest.approx(8192 * 4096 * 4 * 3 / 4 / H200.collective)
 

@@ -9,7 +9,8 @@ import torch
 from transports import over, simulated_only
 
 import tkernels
-from tkernels import paths
+from tkernels import paths, plain
+from tkernels.comm import collectives
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gpus import GPUS, H200, SIMULATED, stages_rows
 from tkernels.model import PROGRAMS, Problem, choose, default_config, plain_limit
@@ -55,7 +56,8 @@ def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
             choice = rule(operation, 8192, size, torch.float32, precision=precision)
             assert choice.path == "plain", (size, precision)
             name = "fp32" if precision == "ieee" else "tf32"
-            assert choice.reason.startswith(f"torch multiplies {name} so much faster on NVIDIA H200 that overlap could")
+            assert choice.reason.startswith(f"torch multiplies {name} so much faster on NVIDIA H200 that overlap in ")
+            assert choice.reason.endswith("; some rows are multiplied while others travel")
         for width in (WIDTH - 1, WIDTH - 4):
             choice = rule(operation, 8192, size, width=width)
             assert choice.path == "fused" and f"in rows of {2 * WIDTH} instead of {2 * width} bytes" in choice.reason
@@ -236,8 +238,8 @@ def test_a_plain_all_reduce_with_a_bias_or_an_activation_finishes_each_ranks_own
             options |= {"path": "plain", "ctx": ctx, "out_dtype": out_dtype}
             want = tkernels.matmul_all_reduce(x, w, **options)
             ctx.forget_calls()
-            unused = mock.patch.object(paths.collectives, "AllReduce", side_effect=AssertionError)
-            with mock.patch.object(paths, "OWN_ROWS_BYTES", 0), unused:
+            unused = mock.patch.object(collectives, "AllReduce", side_effect=AssertionError)
+            with mock.patch.object(plain, "OWN_ROWS_BYTES", 0), unused:
                 got = tkernels.matmul_all_reduce(x, w, **options)
             assert torch.equal(got, want) and got.dtype == want.dtype
             ctx.forget_calls()

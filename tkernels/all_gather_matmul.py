@@ -65,7 +65,7 @@ from tkernels.overlap import (
     walk,
     waves_of,
 )
-from tkernels.paths import plan_all_gather_matmul
+from tkernels.plain import plan_all_gather_matmul
 from tkernels.staging import VECTOR_BYTES, Rows
 from tkernels.waves import Waves, plan_waves
 

@@ -105,7 +105,8 @@ def saving(ways) -> str:
     one, after = ways[0].predicted, next(way.predicted for way in ways if way.name == "plain")
     if ways[0].name == "plain":
         fused = min(way.predicted.seconds for way in ways[1:] if way.predicted)
-        return f"nothing is overlapped; with path='fused' it would take {1e6 * fused:.0f} us"
+        hidden = f"{1 - one.exposed / one.wire:.0%} of the transfer" if one.hides else "nothing"
+        return f"{hidden} is overlapped; with path='fused' it would take {1e6 * fused:.0f} us"
     saved = after.seconds - one.seconds
     if saved < 0:
         return f"the plain path would take {-1e6 * saved:.0f} us less; path='plain' asks for it"
@@ -132,7 +133,8 @@ def how(way) -> str:
 
     config = way.config
     if config is None:
-        ends = {"plain": " and a collective, one after the other", model.STAGED: " of copies in wider rows"}
+        order = "in turns" if way.predicted.hides else "one after the other"
+        ends = {"plain": f" and a collective, {order}", model.STAGED: " of copies in wider rows"}
         return "torch's matmul" + ends.get(way.name, "")
     gemm = getattr(config, "gemm", config)
     text = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"

@@ -27,7 +27,7 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
-from tkernels.library import multiply_into, multiply_scaled_into
+from tkernels.library import adds_bias_to_fp32, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, VECTOR_BYTES, Rows, in_rows, with_unit_stride
 
@@ -582,7 +582,7 @@ class Matmul(NamedTuple):
         way, config = product_way(problem_of_product(x, w, y, self.precision, self.activation, bias is not None))
         if way == STAGED:
             return self.staged(x, w, bias, y, config, scales)
-        return self.by_library(y) if config is None else self.by_kernel(x, w, bias, y, config, scales)
+        return self.by_library(x, y) if config is None else self.by_kernel(x, w, bias, y, config, scales)
 
     def by_kernel(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
         """The function whose product our kernel computes, of the operands where they lie."""
@@ -629,11 +629,11 @@ class Matmul(NamedTuple):
 
         return run
 
-    def by_library(self, y):
+    def by_library(self, x, y):
         """The function that has torch multiply, add the bias, and then apply the activation to the rounded sums."""
         capture.prepare_cublas()
         (M, N), dtype, precision, activation = y.shape, y.dtype, self.precision, self.activation
-        adds_bias = True  # torch, while it multiplies
+        adds_bias = x.dtype != torch.float32 or adds_bias_to_fp32(M, N, x.shape[1], precision)  # while it multiplies
 
         def run(x, w, bias, out, scales=None):
             nonlocal adds_bias

@@ -98,7 +98,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.partials import WIRE_FP8, elements_of, row_elements
-from tkernels.paths import plan_matmul_reduce
+from tkernels.plain import plan_matmul_reduce
 from tkernels.staging import in_rows
 from tkernels.waves import Waves, plan_waves
 

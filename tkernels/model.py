@@ -19,6 +19,7 @@ these two follow by rule from what all ranks share (`wire_of`, `plain_limit`). E
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -66,8 +67,10 @@ SPARE, LANDING_SPARE, LANDING_SENDERS = 1.3, 1.05, 24
 # peer; between two ranks an all-reduce up to half as many, and of FP8 a gather, whose GEMM is twice as fast as well.
 PLAIN_BYTES = {GATHER: 12 << 20, SCATTER: 6 << 20, ALL_REDUCE: 24 << 20}
 
-# It takes the plain path as well if overlap could only pay for fewer features of a rank than a layer ever has.
-FEATURES = 1024
+# It takes the plain path as well if overlap could only pay for fewer features of a rank than a layer ever has. There
+# torch multiplies some rows while others travel (takes_turns), if each rank has TURN_ROWS: it multiplies fewer in more
+# time than they are worth. 300 of 600 cost 2 % more than they saved.
+FEATURES, TURN_ROWS = 1024, 512
 
 REGISTERS = 255
 
@@ -394,6 +397,11 @@ class Prediction(NamedTuple):
     def exposed(self) -> float:
         return max(self.seconds - self.launch - self.gemm, 0.0)
 
+    @property
+    def hides(self) -> bool:
+        """Whether some of the transfer is hidden: more than rounding."""
+        return self.exposed < 0.999 * self.wire
+
 
 def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
     """The time of one call. Of a fused operation, with even shards, as its last tile or its last rows end it."""
@@ -500,10 +508,17 @@ class _Launch:
 
 
 def predict_plain(problem: Problem) -> Prediction:
-    """The time of the plain path: torch's GEMM and the collective, one after the other."""
-    product_s = library_s(problem)
-    wire_s = problem.crossings * problem.sent_bytes / problem.gpu.collective
-    launch_s = LIBRARY_S + (COLLECTIVE_S if problem.ranks > 1 else 0)
+    """The time of the plain path: torch's GEMM and the collective, one after the other or in turns."""
+    product_s, gpu, ranks = library_s(problem), problem.gpu, problem.ranks
+    wire_s = problem.sent_bytes / gpu.collective
+    launch_s = LIBRARY_S + (COLLECTIVE_S if ranks > 1 else 0)
+    rows, width = (problem.rows,) * ranks, problem.K if problem.gathers else problem.N
+    if takes_turns(problem.operation, rows, width, problem.dtype, problem.precision, gpu) and problem.mapped:
+        first_s = problem.sent_bytes / gpu.copy_engine
+        exposed_s, others_s = max(first_s - product_s / ranks, 0.0), (problem.crossings - 1) * wire_s
+        launch_s += GATE_S
+        return Prediction(launch_s + product_s + exposed_s + others_s, launch_s, product_s, first_s + others_s)
+    wire_s *= problem.crossings
     return Prediction(launch_s + product_s + wire_s, launch_s, product_s, wire_s)
 
 
@@ -570,26 +585,47 @@ def library_s(problem: Problem) -> float:
 
 
 def plain_limit(operation: str, ranks: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """The bytes up to which an operation takes the plain path, as PLAIN_BYTES counts them."""
+    """The bytes up to which an operation takes the plain path, as `counted_bytes` counts them."""
     halved = ranks == 2 if operation == ALL_REDUCE else operation == GATHER and dtype in FP8
     return PLAIN_BYTES[operation] // (2 if halved else 1)
 
 
+def counted_bytes(operation: str, M: int, width: int, dtype: torch.dtype, ranks: int) -> int:
+    """The bytes of M rows of `width` elements that arrive at a rank, of a reduce-scatter from each peer."""
+    crossings, senders = (2 if operation == ALL_REDUCE else 1), (1 if operation == SCATTER else ranks - 1)
+    return crossings * M * width * sent_dtype(operation, dtype).itemsize * senders // ranks
+
+
 def features_that_pay(
-    operation: str, ranks: int, dtype: torch.dtype, precision: str = "ieee", alignment: int = 16, gpu: GPU = H200
+    operation: str, ranks: int, width: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU = H200
 ) -> float:
     """Up to how many of a rank's own features (N of an all-gather, K of a reduction) overlap may save time.
 
     A fused call can hide the transfer at most. Where our GEMM is slower than the library's, it loses so much more for
-    each feature, whatever the size of what is sent. alignment: bytes that the rows that travel are multiples of.
+    each feature, whatever the number of rows that are sent. width: the elements of one.
     """
+    itemsize = sent_dtype(operation, dtype).itemsize
+    alignment = 16 if stages_rows(dtype, gpu) else math.gcd(width * itemsize, 16)
     ours, library = gpu.rate(dtype, precision, alignment >= 16), gpu.library_rate(dtype, precision, alignment)
     if ours >= library:
         return math.inf
     crossings = 2 if operation == ALL_REDUCE else 1
-    sent_bytes = crossings * sent_dtype(operation, dtype).itemsize
-    hidden_s = sent_bytes * (ranks - 1) / ranks / gpu.collective  # for each element that travels
+    hidden_s = crossings * itemsize * (ranks - 1) / ranks / gpu.collective  # for each element that travels
     return hidden_s / (2 / ours - 2 / library)
+
+
+def takes_turns(
+    operation: str, rows: Sequence[int], width: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU = H200
+) -> bool:
+    """Whether the plain path multiplies some rows while others travel: in fp32, of many bytes, where torch multiplies.
+
+    rows: those of each rank. width: elements of a row that travels. All of it is the same on all ranks.
+    """
+    ranks = len(rows)
+    if dtype != FP32 or ranks == 1 or min(rows) < TURN_ROWS:
+        return False
+    long = counted_bytes(operation, sum(rows), width, dtype, ranks) > plain_limit(operation, ranks, dtype)
+    return long and features_that_pay(operation, ranks, width, dtype, precision, gpu) < FEATURES
 
 
 @functools.lru_cache(maxsize=4096)

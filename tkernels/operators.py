@@ -239,8 +239,8 @@ def all_gather_matmul(
     out: a contiguous tensor that shares no memory with the operands, to fill and return.
     out_dtype: of y, the operands' dtype or float32.
     config: the tiles and the way of sending, see OverlapConfig. None: the tuned one, else the model's choice.
-    path: "fused", or "plain" for a collective and `matmul` one after the other, which is faster for few rows and in
-        fp32. None: the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
+    path: "fused", or "plain" for a collective and `matmul`, which is faster for few rows and in fp32, see
+        tkernels.plain. None: the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same.
     fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix. A call with out,
     config, or a return_gathered that is no bool has no gradient.
 

@@ -1,4 +1,4 @@
-"""Chooses the path of an operation: its fused kernel, or the plain path, a collective and `matmul` one after the other.
+"""Chooses the path of an operation: its fused kernel, or the plain path, a collective and `matmul` (tkernels.plain).
 
 With few rows there is little to hide, a fused kernel has fewer tiles than the GPU has SMs, and the plain path wins:
 cuBLAS splits K then, and the collective sends packets. It wins at any size where torch multiplies so much faster than
@@ -12,26 +12,24 @@ the GPU, not one rank's number of features. The way of a local product each rank
 
 import functools
 import logging
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from tkernels import model
 from tkernels.choice import problem_of, product_way, product_ways
-from tkernels.comm import collectives, runtime
+from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.regions import Regions, round_up
+from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import inboxes_fit
 from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
-from tkernels.gemm import Matmul, Scales, check_result, fused_layout, plan_finish, precision, problem_of_product
+from tkernels.gemm import fused_layout, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages_rows
 from tkernels.model import PLAIN_BYTES, sent_dtype
 from tkernels.staging import VECTOR_BYTES
 
 PATHS = ("fused", "plain")
-OWN_ROWS_BYTES = 16 << 20  # of partial sums
 MULTIPLIED = dict(kernel="by our kernel", staged="with copies in wider rows", library="by torch's matmul")
 
 _log = logging.getLogger("tkernels")
@@ -253,115 +251,24 @@ def by_rule(
     """The path by rule, on a GPU. The arguments are all that the ranks of a call share."""
     if size == 1:
         return Choice("fused", "one rank multiplies alone")
-    crossings, row_bytes = 2 if operation == "matmul_all_reduce" else 1, width * sent_dtype(operation, dtype).itemsize
-    senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
-    num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size, dtype)
+    row_bytes = width * sent_dtype(operation, dtype).itemsize
+    where = "from each peer" if operation == model.SCATTER else "into each rank"
+    num_bytes = model.counted_bytes(operation, M, width, dtype, size)
+    limit = model.plain_limit(operation, size, dtype)
     if num_bytes <= limit:
         return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
-    alignment = 16 if stages_rows(dtype, gpu) else math.gcd(row_bytes, 16)
-    pays = model.features_that_pay(operation, size, dtype, precision, alignment, gpu)
+    pays = model.features_that_pay(operation, size, width, dtype, precision, gpu)
     if pays < model.FEATURES:
         what = "fp32" if precision == "ieee" else precision
         what = what if dtype == torch.float32 else f"rows of {row_bytes} bytes, no multiple of 16,"
+        turns = model.takes_turns(operation, (M // size,) * size, width, dtype, precision, gpu)
         return Choice(
             "plain",
-            f"torch multiplies {what} so much faster on {gpu.name} that overlap could pay for {pays:.0f} features "
-            f"of a rank, and layers have more",
+            f"torch multiplies {what} so much faster on {gpu.name} that overlap in one kernel could pay for {pays:.0f} "
+            f"features of a rank, and layers have more"
+            + ("; some rows are multiplied while others travel" if turns else ""),
         )
     wider = ""
     if row_bytes % VECTOR_BYTES and stages_rows(dtype, gpu):
         wider = f", in rows of {round_up(row_bytes, VECTOR_BYTES)} instead of {row_bytes} bytes"
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies{wider}")
-
-
-def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales=None):
-    """Plan `call`, an all_gather_matmul, as all_gather, of FP8 with the scales, and `matmul`, for tensors like these.
-
-    Returns a function of the same tensors: (y, the gathered x or None), and of FP8 its scales [M, 1] or None.
-    """
-    (rows, returned), (M, K) = (call.rows, call.return_gathered), (sum(call.rows), x.shape[1])
-    whole, whole_scales = _scratch(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
-    into = whole if not returned else whole_scales.new_empty((M, K), dtype=x.dtype) if gathered is None else gathered
-    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
-    product = Matmul(call.activation, call.out_dtype, None, call.precision)
-    if scales is None:
-        gather_rows, multiply = gather.prepare(ctx, x, into), product.prepare(into, w, bias, out)
-    else:  # the collective takes FP8 as bytes
-        own_scales, as_bytes = whole_scales.new_empty(rows[ctx.rank]), (x.view(torch.uint8), into.view(torch.uint8))
-        gather_rows, gather_scales = ctx.workspace().settled(
-            lambda: (gather.prepare(ctx, *as_bytes), gather.prepare(ctx, own_scales, whole_scales))
-        )
-        multiply = product.prepare(into, w, bias, out, Scales(whole_scales, scales.w))
-
-    def run(x, w, bias, out, gathered, scales=None):
-        into = whole
-        if returned:
-            into = x.new_empty((M, K)) if gathered is None else gathered
-        if scales is None:
-            gather_rows(x, into)
-            return multiply(into, w, bias, out), into if returned else None
-        all_scales = scales.x.new_empty((M,)) if returned else whole_scales
-        gather_rows(x.view(torch.uint8), into.view(torch.uint8))
-        gather_scales(scales.by_row(x.shape[0]).x, all_scales)
-        y = multiply(into, w, bias, out, Scales(all_scales, scales.w))
-        return (y, into, all_scales.view(-1, 1)) if returned else (y, None, None)
-
-    return run
-
-
-def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
-    """Plan `call`, matmul_reduce_scatter or matmul_all_reduce, as `matmul` and the collective, for tensors like these.
-
-    What comes after a sum is done in fp32, which is twice the bytes of 16 bits on an all-reduce's way back, and to all
-    rows on every rank. From OWN_ROWS_BYTES on each does it to its own, between a reduce-scatter and an all-gather.
-
-    Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
-    """
-    (M, _), N, out_dtype = x.shape, w.shape[0], call.out_dtype
-    shape = call.result_shape(ctx, x, w)
-    y = check_result(call.operation, out, x, shape, out_dtype)
-    separate = bias is not None or call.activation is not None
-    alone, total = collectives.ALONE_PROGRAMS, ((M, N), call.wire_dtype)
-    multiply = Matmul(None, call.wire_dtype, None, call.precision)
-    if separate and call.gather and M * N * call.wire_dtype.itemsize >= OWN_ROWS_BYTES:
-        own_shape = call.rows[ctx.rank], N
-        partial, sums, own = _scratch(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
-        scatter = collectives.ReduceScatter(call.rows, alone, out_dtype=torch.float32)
-        gather = collectives.AllGather(call.rows, alone)
-        reduce, gather = ctx.workspace().settled(
-            lambda: (scatter.prepare(ctx, partial, sums), gather.prepare(ctx, own, out))
-        )
-        finish, multiply = plan_finish(sums, bias, call.activation, own), multiply.prepare(x, w, None, partial, scales)
-
-        def run_in_parts(x, w, bias, out, scales=None):
-            multiply(x, w, None, partial, scales)
-            reduce(partial, sums)
-            finish(sums, bias, own)
-            return gather(own, out)
-
-        return run_in_parts
-
-    partial, sums = _scratch(ctx, total, (shape if separate else (0,), torch.float32))
-    finish = plan_finish(sums, bias, call.activation, y) if separate else None
-    into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
-    kind, rows = (collectives.AllReduce, None) if call.gather else (collectives.ReduceScatter, call.rows)
-    reduce = kind(rows, alone, out_dtype=dtype).prepare(ctx, partial, into)
-    multiply = multiply.prepare(x, w, None, partial, scales)
-
-    def run(x, w, bias, out, scales=None):
-        multiply(x, w, None, partial, scales)
-        if not separate:
-            return reduce(partial, out)
-        reduce(partial, sums)
-        y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        finish(sums, bias, y)
-        return y
-
-    return run
-
-
-def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Workspace tensors of these shapes and dtypes for one call, so that a captured call allocates only its result."""
-    plan = Regions(**{str(number): each for number, each in enumerate(wanted)})
-    memory = ctx.workspace().reserve(scratch_bytes=plan.num_bytes).scratch
-    return [plan.view(memory, str(number)) for number in range(len(wanted))]

@@ -1,0 +1,265 @@
+"""The plain path: `matmul` and a collective, one after the other, or in turns.
+
+Torch multiplies fp32 so much faster than our kernels that overlap in one kernel could not make up for it. Where much of
+it travels, the copy engine sends, which takes one SM, and torch multiplies meanwhile (model.takes_turns): of a gather,
+this rank's own rows, and then those of its peers where they have landed; of a reduction, the peers' rows, and while
+these partial sums travel, its own. Between 2 H200s an all_gather_matmul of 16384x3584x8192 in tf32 takes 1380 us so
+instead of 2090, a matmul_reduce_scatter of 2048x8192x4096 280 instead of 335 (bench/LOG.md, 2026-11-29).
+"""
+
+import contextlib
+
+import torch
+
+from tkernels.comm import collectives
+from tkernels.comm.collectives import can_land, starts_of
+from tkernels.comm.context import Context
+from tkernels.comm.regions import Regions
+from tkernels.gemm import Matmul, Scales, check_result, plan_finish
+from tkernels.gpus import gpu_here
+from tkernels.model import takes_turns
+
+OWN_ROWS_BYTES = 16 << 20  # of partial sums
+
+
+def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales=None):
+    """Plan `call`, an all_gather_matmul, as all_gather, of FP8 with the scales, and `matmul`, for tensors like these.
+
+    Returns a function of the same tensors: (y, the gathered x or None), and of FP8 its scales [M, 1] or None.
+    """
+    (rows, returned), (M, K) = (call.rows, call.return_gathered), (sum(call.rows), x.shape[1])
+    if _takes_turns(ctx, call, x, K, landing_rows=M):
+        return _plan_gather_in_turns(ctx, x, w, bias, out, gathered, call)
+    whole, whole_scales = _scratch(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
+    into = whole if not returned else whole_scales.new_empty((M, K), dtype=x.dtype) if gathered is None else gathered
+    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
+    product = Matmul(call.activation, call.out_dtype, None, call.precision)
+    if scales is None:
+        gather_rows, multiply = gather.prepare(ctx, x, into), product.prepare(into, w, bias, out)
+    else:  # the collective takes FP8 as bytes
+        own_scales, as_bytes = whole_scales.new_empty(rows[ctx.rank]), (x.view(torch.uint8), into.view(torch.uint8))
+        gather_rows, gather_scales = ctx.workspace().settled(
+            lambda: (gather.prepare(ctx, *as_bytes), gather.prepare(ctx, own_scales, whole_scales))
+        )
+        multiply = product.prepare(into, w, bias, out, Scales(whole_scales, scales.w))
+
+    def run(x, w, bias, out, gathered, scales=None):
+        into = whole
+        if returned:
+            into = x.new_empty((M, K)) if gathered is None else gathered
+        if scales is None:
+            gather_rows(x, into)
+            return multiply(into, w, bias, out), into if returned else None
+        all_scales = scales.x.new_empty((M,)) if returned else whole_scales
+        gather_rows(x.view(torch.uint8), into.view(torch.uint8))
+        gather_scales(scales.by_row(x.shape[0]).x, all_scales)
+        y = multiply(into, w, bias, out, Scales(all_scales, scales.w))
+        return (y, into, all_scales.view(-1, 1)) if returned else (y, None, None)
+
+    return run
+
+
+def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
+    """Plan `call`, matmul_reduce_scatter or matmul_all_reduce, as `matmul` and the collective, for tensors like these.
+
+    What comes after a sum is done in fp32, which is twice the bytes of 16 bits on an all-reduce's way back, and to all
+    rows on every rank. From OWN_ROWS_BYTES on each does it to its own, between a reduce-scatter and an all-gather.
+
+    Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
+    """
+    (M, _), N, out_dtype = x.shape, w.shape[0], call.out_dtype
+    if call.wire_dtype == torch.float32 and _takes_turns(ctx, call, x, N, landing_rows=ctx.size * max(call.rows)):
+        return _plan_reduction_in_turns(ctx, x, w, bias, out, call)
+    shape = call.result_shape(ctx, x, w)
+    y = check_result(call.operation, out, x, shape, out_dtype)
+    separate = bias is not None or call.activation is not None
+    alone, total = collectives.ALONE_PROGRAMS, ((M, N), call.wire_dtype)
+    multiply = Matmul(None, call.wire_dtype, None, call.precision)
+    if separate and call.gather and M * N * call.wire_dtype.itemsize >= OWN_ROWS_BYTES:
+        own_shape = call.rows[ctx.rank], N
+        partial, sums, own = _scratch(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
+        scatter = collectives.ReduceScatter(call.rows, alone, out_dtype=torch.float32)
+        gather = collectives.AllGather(call.rows, alone)
+        reduce, gather = ctx.workspace().settled(
+            lambda: (scatter.prepare(ctx, partial, sums), gather.prepare(ctx, own, out))
+        )
+        finish, multiply = plan_finish(sums, bias, call.activation, own), multiply.prepare(x, w, None, partial, scales)
+
+        def run_in_parts(x, w, bias, out, scales=None):
+            multiply(x, w, None, partial, scales)
+            reduce(partial, sums)
+            finish(sums, bias, own)
+            return gather(own, out)
+
+        return run_in_parts
+
+    partial, sums = _scratch(ctx, total, (shape if separate else (0,), torch.float32))
+    finish = plan_finish(sums, bias, call.activation, y) if separate else None
+    into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
+    kind, rows = (collectives.AllReduce, None) if call.gather else (collectives.ReduceScatter, call.rows)
+    reduce = kind(rows, alone, out_dtype=dtype).prepare(ctx, partial, into)
+    multiply = multiply.prepare(x, w, None, partial, scales)
+
+    def run(x, w, bias, out, scales=None):
+        multiply(x, w, None, partial, scales)
+        if not separate:
+            return reduce(partial, out)
+        reduce(partial, sums)
+        y = x.new_empty(shape, dtype=out_dtype) if out is None else out
+        finish(sums, bias, y)
+        return y
+
+    return run
+
+
+def _takes_turns(ctx: Context, call, x, width: int, landing_rows: int) -> bool:
+    """Whether products and transfers take turns. The same on all ranks.
+
+    width: columns of what is sent. landing_rows: as many as there must be room for where they land.
+    """
+    rule = takes_turns(call.operation, call.rows, width, x.dtype, call.precision, gpu_here())
+    return rule and can_land(ctx, landing_rows * width * x.element_size())
+
+
+def _around(own: slice, M: int) -> list[slice]:
+    """The peers' rows."""
+    return [part for part in (slice(0, own.start), slice(own.stop, M)) if part.start < part.stop]
+
+
+def _plan_gather_in_turns(ctx: Context, x, w, bias, out, gathered, call):
+    (M, K), shape, returned = (sum(call.rows), x.shape[1]), call.result_shape(ctx, x, w), call.return_gathered
+    first = starts_of(call.rows)[ctx.rank]
+    own = slice(first, first + x.shape[0])
+    y = _result(call, out, x, shape)
+    gather, landed = collectives.AllGather(call.rows).prepare_landing(ctx, x.contiguous())
+    product = Matmul(call.activation, call.out_dtype, None, call.precision)
+    multiply_own = product.prepare(x, w, bias, y[own])
+    others = [(part, product.prepare(landed[part], w, bias, y[part])) for part in _around(own, M)]
+    lanes = _Lanes(ctx)
+
+    def run(x, w, bias, out, gathered):
+        x, y, into = x.contiguous(), _result(call, out, x, shape), None
+        with lanes.open() as (here, beside, ahead):
+            began = here.mark()
+            with ahead.behind(began):
+                gather(x)
+            with beside.behind(began):
+                multiply_own(x, w, bias, y[own])
+            with here.behind(ahead.mark()):
+                for part, multiply in others:
+                    multiply(landed[part], w, bias, y[part])
+        if returned:
+            into = x.new_empty((M, K)) if gathered is None else gathered
+            into[own].copy_(x)
+            for part, _ in others:
+                into[part].copy_(landed[part])
+        return y, into
+
+    return run
+
+
+def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
+    """The sums are in fp32, in rank order, as the collective's."""
+    (M, _), N, shape, rank = x.shape, w.shape[0], call.result_shape(ctx, x, w), ctx.rank
+    first = starts_of(call.rows)[rank]
+    own = slice(first, first + call.rows[rank])
+    mine = own if call.gather else slice(0, call.rows[rank])  # of the result
+    y = _result(call, out, x, shape)
+    (partial,) = _scratch(ctx, ((M, N), torch.float32))
+    scattering = collectives.ReduceScatter(call.rows)
+    gathering = collectives.AllGather(call.rows, collectives.ALONE_PROGRAMS)
+    (scatter, landed), gather = ctx.workspace().settled(
+        lambda: (
+            scattering.prepare_landing(ctx, partial), gathering.prepare(ctx, y[own], y) if call.gather else None
+        )
+    )  # fmt: skip
+    product = Matmul(None, torch.float32, None, call.precision)
+    multiply_own = product.prepare(x[own], w, None, partial[own])
+    others = [(part, product.prepare(x[part], w, None, partial[part])) for part in _around(own, M)]
+    parts = [*landed[:rank], partial[own], *landed[rank + 1 :]]
+    into = None if call.out_dtype == torch.float32 else landed[rank]  # where they are summed, if not in the result
+    finish = None
+    if into is not None or bias is not None or call.activation is not None:
+        finish = plan_finish(y[mine] if into is None else into, bias, call.activation, y[mine])
+    lanes = _Lanes(ctx)
+
+    def run(x, w, bias, out):
+        y = _result(call, out, x, shape)
+        with lanes.open() as (here, beside, ahead):
+            began = here.mark()
+            for part, multiply in others:
+                multiply(x[part], w, None, partial[part])
+            with ahead.behind(here.mark()):
+                scatter(partial)
+            with beside.behind(began):
+                multiply_own(x[own], w, None, partial[own])
+        total = y[mine] if into is None else into
+        torch.add(*parts[:2], out=total)
+        for part in parts[2:]:
+            total.add_(part)
+        if finish is not None:
+            finish(total, bias, y[mine])
+        return y if gather is None else gather(y[mine], y)
+
+    return run
+
+
+def _result(call, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    check_result(call.operation, out, x, shape, call.out_dtype)
+    return x.new_empty(shape, dtype=call.out_dtype) if out is None else out
+
+
+class _Lane:
+    """A stream, or where there are none, nothing."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def mark(self):
+        """What is launched here so far: an event."""
+        return self._stream and self._stream.record_event()
+
+    @contextlib.contextmanager
+    def behind(self, *marks):
+        """A block whose work is launched here, behind what is marked."""
+        if self._stream is None:
+            yield
+            return
+        for mark in marks:
+            self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class _Lanes:
+    """Where the work of a call in turns is launched: on the caller's stream; beside it, for products that may run at
+    one time with those; and ahead, where transfers have the priority that their programs, which wait for each other,
+    get SMs as soon as any are free.
+    """
+
+    def __init__(self, ctx: Context):
+        self._beside = self._ahead = None
+        if ctx.device.type == "cuda":
+            copies = ctx.workspace().streams()[1]
+            self._beside, self._ahead = (torch.cuda.Stream(ctx.device, priority=priority) for priority in (0, -1))
+            while self._beside == copies:  # torch hands out streams from a small pool, in turn
+                self._beside = torch.cuda.Stream(ctx.device)
+
+    @contextlib.contextmanager
+    def open(self):
+        """A block of such work, as three lanes. The caller's stream is behind all of it."""
+        here, beside, ahead = lanes = [
+            _Lane(self._ahead and torch.cuda.current_stream()), _Lane(self._beside), _Lane(self._ahead)
+        ]  # fmt: skip
+        try:
+            yield lanes
+        finally:
+            with here.behind(beside.mark(), ahead.mark()):
+                pass
+
+
+def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+    """Workspace tensors of these shapes and dtypes for one call, so that a captured call allocates only its result."""
+    plan = Regions(**{str(number): each for number, each in enumerate(wanted)})
+    memory = ctx.workspace().reserve(scratch_bytes=plan.num_bytes).scratch
+    return [plan.view(memory, str(number)) for number in range(len(wanted))]
