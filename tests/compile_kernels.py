@@ -239,7 +239,9 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=2))
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=8))
-    for label, traced, transport in (("", False, "peer"), ("traced", True, "peer"), ("", False, "nvshmem")):
+    for label, traced, transport in (
+        ("copied", False, "peer"), ("copied_traced", True, "peer"), ("copied", False, "nvshmem"),
+    ):  # fmt: skip
         cases.append(Case("land", "float32", label, ranks=4, copied=True, traced=traced, transport=transport))
     for dtype in ("bfloat16", "float32"):
         cases.append(Case("all_reduce", dtype, "one_shot", (1024, 1, 4096), ranks=2))
