@@ -32,16 +32,18 @@ def in_turns(ctx, plans=1):
     assert lanes.call_count == plans
 
 
-def operands(ctx, rows, N, K):
-    """x and w of this rank, and the bias of all, of small integers."""
+def operands(ctx, rows, N, K, turned=False):
+    """x and w of this rank, and the bias of all, of small integers. turned: the columns of x are contiguous."""
     x, w = (integers((size, K), torch.float32, 10 * ctx.rank + size, device=ctx.device) for size in (rows, N))
+    if turned:
+        x = x.t().contiguous().t()
     return x, w, integers((N,), torch.float32, 5, device=ctx.device)
 
 
 @pytest.mark.ranks(2, 4)
 def test_all_gather_matmul_in_turns_is_exact(ctx):
     for rows, (with_bias, activation) in itertools.product(((6,) * ctx.size, UNEVEN[ctx.size]), FINISHES):
-        x, w, bias = operands(ctx, rows[ctx.rank], 7 + ctx.rank, 19)
+        x, w, bias = operands(ctx, rows[ctx.rank], 7 + ctx.rank, 19, turned=activation is None)
         bias = bias if with_bias else None
         want, gathered = product_of_gathered(ctx, x, w, bias, activation), torch.cat(ctx.group.gather(x.cpu()))
         options = dict(bias=bias, activation=activation, rows=rows, path="plain", ctx=ctx)
@@ -59,7 +61,7 @@ def test_all_gather_matmul_in_turns_is_exact(ctx):
 @pytest.mark.ranks(2, 4)
 def test_matmul_reduce_scatter_in_turns_is_exact(ctx):
     for rows, (with_bias, activation) in itertools.product(((6,) * ctx.size, UNEVEN[ctx.size]), FINISHES):
-        x, w, bias = operands(ctx, sum(rows), 11, 5 + ctx.rank)
+        x, w, bias = operands(ctx, sum(rows), 11, 5 + ctx.rank, turned=activation is None)
         bias = bias if with_bias else None
         want = own_rows_of_sum(ctx, rows, x, w, bias, activation)
         options = dict(bias=bias, activation=activation, rows=rows, path="plain", ctx=ctx)

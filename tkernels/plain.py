@@ -129,9 +129,9 @@ def _around(own: slice, M: int) -> list[slice]:
 def _plan_gather_in_turns(ctx: Context, x, w, bias, out, gathered, call):
     (M, K), shape, returned = (sum(call.rows), x.shape[1]), call.result_shape(ctx, x, w), call.return_gathered
     first = starts_of(call.rows)[ctx.rank]
-    own = slice(first, first + x.shape[0])
+    own, x = slice(first, first + x.shape[0]), x.contiguous()
     y = _result(call, out, x, shape)
-    gather, landed = collectives.AllGather(call.rows).prepare_landing(ctx, x.contiguous())
+    gather, landed = collectives.AllGather(call.rows).prepare_landing(ctx, x)
     product = Matmul(call.activation, call.out_dtype, None, call.precision)
     multiply_own = product.prepare(x, w, bias, y[own])
     others = [(part, product.prepare(landed[part], w, bias, y[part])) for part in _around(own, M)]
