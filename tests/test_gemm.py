@@ -280,6 +280,19 @@ def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
                 assert_close_to(y, matmul_reference(x, w, added, activation), K + 9, roundings)
 
 
+@pytest.mark.parametrize("precision, N, K, adds", [
+    ("ieee", 7, 999, True), ("ieee", 7, 1000, False), ("tf32", 7, 1000, True), ("ieee", 132 * 128, 1000, True),
+])  # fmt: skip
+def test_matmul_by_the_library_adds_a_bias_to_few_sums_of_a_deep_k_in_fp32_by_itself(
+    by_library, monkeypatch, precision, N, K, adds
+):
+    x, w, bias = (integers(shape, torch.float32, seed, device=DEVICE) for seed, shape in enumerate(((3, K), (N, K), N)))
+    multiply, given = gemm.multiply_into, []
+    monkeypatch.setattr(gemm, "multiply_into", lambda *them: given.append(them[3] is not None) or multiply(*them))
+    y = gemm.multiply(("relu", None, None, precision), (x, w, bias, None))
+    assert given == [adds] and torch.equal(y, (x @ w.t() + bias).relu())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matmul_by_the_library_fills_out_and_gives_fp32_where_asked_and_ignores_autocast(by_library, dtype):
     x, w = (integers((48, 70), dtype, seed, -16, 16, DEVICE) for seed in (1, 2))
