@@ -140,7 +140,7 @@ class CollectiveConfig:
 
 
 DEFAULT = CollectiveConfig()
-BY_PROGRAMS = CollectiveConfig(copy_bytes=1 << 62)
+BY_PROGRAMS, BY_COPIES = CollectiveConfig(copy_bytes=1 << 62), CollectiveConfig(copy_bytes=0)
 
 
 def split_rows(num_rows: int, size: int) -> tuple[int, ...]:
@@ -527,7 +527,7 @@ class CollectiveCall(NamedTuple):
         if self.max_programs < 1:
             raise ValueError(f"{self.operation}: max_programs={self.max_programs} must be positive")
         rows, shape, dtype, first_row = self.result(ctx, x)
-        check = _check_out(self.operation, x, out, shape, dtype, first_row * math.prod(x.shape[1:]))
+        check = plan_check_out(self.operation, x, out, shape, dtype, first_row * math.prod(x.shape[1:]))
         launch = (lambda x, out: out.copy_(x)) if ctx.size == 1 else self.bind(ctx, x, out, rows, dtype)
 
         def run(x, out):
@@ -548,7 +548,7 @@ class CollectiveCall(NamedTuple):
         """
         parts, itemsize = [count * math.prod(x.shape[1:]) for count in rows], x.element_size()
         step, config = max(*parts, 1), self.config
-        if not inboxes_fit(ctx.heap, ctx.size * step * itemsize, config.copies(step * itemsize, ctx)):
+        if not inboxes_fit(ctx.heap.num_bytes, ctx.size * step * itemsize, config.copies(step * itemsize, ctx)):
             step, config = self.step(ctx, step, itemsize, itemsize)
         pieces = [slice(first, first + step) for first in range(0, max(*parts, 1), step)]
 
@@ -703,15 +703,17 @@ class ReduceScatter(CollectiveCall):
 
 def can_land(ctx: Context, num_bytes: int) -> bool:
     """Whether copy engines can bring so many bytes into every rank's memory at a time. The same on all ranks."""
-    return ctx.mapped and inboxes_fit(ctx.heap, num_bytes, landing=True)
+    return ctx.mapped and inboxes_fit(ctx.heap.num_bytes, num_bytes, landing=True)
 
 
 def plan_landing(ctx: Context, operation, x: torch.Tensor, sends: list[tuple[int, int, int]], rows: int):
     """Plan an exchange by the copy engine that leaves what it brings where it lands, and all but one SM to other work.
 
+    The function may be called on another stream of the workspace (`Workspace.lanes`).
+
     x: a contiguous matrix. sends: for each rank, where in x its bytes begin, where they go, and how many there are.
     rows: as wide as those of x, that there must be room for: see `can_land`.
-    Returns the function of such x, and the memory [rows, ...]. What lands stays there until this stream's next call.
+    Returns the function of such x, and the memory [rows, ...]. What lands stays there until the workspace's next call.
     """
     inbox = Inbox.of(ctx, True, 1, rows, x.shape[1], x.dtype)
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
@@ -976,7 +978,7 @@ class _Parts:
         )  # fmt: skip
 
 
-def _check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
+def plan_check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
     """Check the caller's `out`. Returns a function that checks where x and out are, or None if there is no `out`.
 
     place: the one distance, in elements from out's start to x's, at which the two may share memory.

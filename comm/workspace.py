@@ -45,12 +45,12 @@ MIN_CHUNKS = 128  # chunks of a rank's part: as many as the programs that share 
 _log = logging.getLogger("tkernels")
 
 
-def inboxes_fit(heap, num_bytes: int, landing: bool) -> bool:
+def inboxes_fit(heap_bytes: int, num_bytes: int, landing: bool) -> bool:
     """Whether the inboxes for a call that receives so many bytes take no more than three quarters of a heap.
 
     landing: there is one, not two that alternate, with slack between them.
     """
-    return num_bytes * (1 if landing else 2.5) <= 0.75 * heap.num_bytes
+    return num_bytes * (1 if landing else 2.5) <= 0.75 * heap_bytes
 
 
 def most_lamport_bytes(heap_bytes: int) -> int:
@@ -120,7 +120,7 @@ class Workspace:
     @capture.lasting()
     def __init__(self, context):
         self.context = context
-        self._streams = None
+        self._streams, self._lanes = None, {}
         self._wanted = 0  # bytes, for all that there was and what was asked for
         self._told = False  # that the heap is too small for all calls
         self._calls = PreparedCalls()  # with views of the current memory
@@ -208,6 +208,22 @@ class Workspace:
                 side = torch.cuda.Stream(self.context.device)
             self._streams = here, side
         return self._streams
+
+    def lanes(self) -> "tuple[torch.cuda.Stream, torch.cuda.Stream]":
+        """Two streams for what a call does beside its kernels: one more, and one of high priority.
+
+        A call that launches a kernel of this workspace there has it begin behind all earlier work of the current
+        stream, and end before the later one. A CUDA graph is captured with streams of its own, since cuBLAS keeps
+        memory for each stream, which a graph would go on using.
+        """
+        captured = self.context.capturing
+        if captured not in self._lanes:
+            here, copies = self.streams()
+            ahead, beside = torch.cuda.Stream(self.context.device, priority=-1), here
+            while beside in (here, copies):  # torch hands out streams from a small pool, in turn
+                beside = torch.cuda.Stream(self.context.device)
+            self._lanes[captured] = beside, ahead
+        return self._lanes[captured]
 
     def _least_packets(self) -> tuple[int, int]:
         """The least num_packets and num_lamport; no packets if they would take more than a 32nd of the heap."""

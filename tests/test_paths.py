@@ -57,7 +57,6 @@ def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
             assert choice.path == "plain", (size, precision)
             name = "fp32" if precision == "ieee" else "tf32"
             assert choice.reason.startswith(f"torch multiplies {name} so much faster on NVIDIA H200 that overlap in ")
-            assert choice.reason.endswith("; some rows are multiplied while others travel")
         for width in (WIDTH - 1, WIDTH - 4):
             choice = rule(operation, 8192, size, width=width)
             assert choice.path == "fused" and f"in rows of {2 * WIDTH} instead of {2 * width} bytes" in choice.reason

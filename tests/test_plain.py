@@ -109,6 +109,24 @@ def behind_nothing(lane, *marks):
         yield
 
 
+@pytest.mark.ranks(2)
+def test_all_gather_matmul_in_turns_refuses_rows_that_lie_elsewhere_in_what_is_gathered(ctx):
+    x, w, _ = operands(ctx, 6, 7, 19)
+    gathered = torch.empty(24, 19, device=ctx.device)
+    x = gathered[9:15].copy_(x)
+    with in_turns(ctx), pytest.raises(ValueError, match="in place it begins"):
+        tkernels.all_gather_matmul(x, w, return_gathered=gathered[:12], path="plain", ctx=ctx)
+
+
+@pytest.mark.ranks(2)
+def test_matmul_all_reduce_in_turns_takes_no_more_of_the_heap_than_the_partial_sums_do(ctx):
+    """Nor would the inboxes that all-gathers of its size have by default."""
+    x, w, _ = operands(ctx, 1024, 1024, 8)
+    want = sum_of_products(ctx, x, w)
+    with tkernels.init(heap_bytes=14 << 20) as small, in_turns(small):
+        assert torch.equal(tkernels.matmul_all_reduce(x, w, path="plain", ctx=small).double(), want)
+
+
 @gpu_only
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("waits", [True, False])

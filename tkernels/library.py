@@ -62,8 +62,8 @@ def multiply_scaled_into(
 def adds_bias_to_fp32(M: int, N: int, K: int, precision: str) -> bool:
     """Whether cuBLAS adds a bias to an fp32 product in less time than a pass over the result takes.
 
-    Of a deep K and few tiles it splits K where there is none: 300x300x1000 takes 18 us, with a bias 44, 1053x1169x15475
-    858 and 1203 (H200). As TF32 both take the same time.
+    Of a deep K and fewer tiles than SMs it splits K where there is none: 300x300x1000 takes 18 us, with a bias 44,
+    1053x1169x15475 858 and 1203 (H200). As TF32 both take the same time.
     """
     tiles = -(-M // 128) * -(-N // 128)
     return precision != "ieee" or K < 1000 or tiles >= gpu_here().sms

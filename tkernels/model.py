@@ -26,8 +26,10 @@ from typing import NamedTuple
 import torch
 
 from tkernels import configs
+from tkernels.comm.context import DEFAULT_HEAP_BYTES
 from tkernels.comm.mail import MAX_LOOK
 from tkernels.comm.runtime import HOPPER
+from tkernels.comm.workspace import inboxes_fit
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, Wire, result_dtype
 from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here, stages_rows
 from tkernels.waves import end_of, plan_waves
@@ -91,6 +93,7 @@ class Problem:
     mapped: copies and stores reach all ranks. stores: programs send by SM stores, not by NVSHMEM's calls.
     sending: comm programs must send, into the two alternating inboxes. whole_chunks: rows can't be sent interleaved.
     precision: how operands are multiplied, as gemm.precision says it.
+    heap_bytes: of each rank's symmetric memory, for `predict_plain`.
     alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
     Of a local product alone:
     orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each matrix
@@ -122,6 +125,7 @@ class Problem:
     activation: str | None = None
     separate: bool = False
     library: bool = True
+    heap_bytes: int = DEFAULT_HEAP_BYTES["nvshmem"]
 
     @property
     def gathers(self) -> bool:
@@ -513,7 +517,9 @@ def predict_plain(problem: Problem) -> Prediction:
     wire_s = problem.sent_bytes / gpu.collective
     launch_s = LIBRARY_S + (COLLECTIVE_S if ranks > 1 else 0)
     rows, width = (problem.rows,) * ranks, problem.K if problem.gathers else problem.N
-    if takes_turns(problem.operation, rows, width, problem.dtype, problem.precision, gpu) and problem.mapped:
+    turns = takes_turns(problem.operation, rows, width, problem.dtype, problem.precision, gpu)
+    landing_bytes = problem.rows * ranks * problem.row_bytes
+    if turns and problem.mapped and inboxes_fit(problem.heap_bytes, landing_bytes, landing=True):
         first_s = problem.sent_bytes / gpu.copy_engine
         exposed_s, others_s = max(first_s - product_s / ranks, 0.0), (problem.crossings - 1) * wire_s
         launch_s += GATE_S

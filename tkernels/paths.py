@@ -97,13 +97,14 @@ def explain(
     local = local_sizes(operation, M, N, K, ctx.size)
     sizes = fused_sizes(operation, *local, dtype)
     problem = problem_of(ctx, operation, *sizes, dtype, usual_layout(*local, dtype))
-    return replace(choice, ways=ways_of(replace(problem, precision=precision(dtype)), choice.path))
+    return _with_ways(choice, replace(problem, precision=precision(dtype), heap_bytes=ctx.heap.num_bytes))
 
 
 def explain_on(
     gpu: GPU, ranks: int, operation: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str = "ieee"
 ) -> Choice:
-    """The same on `ranks` GPUs of that row, none of which need be here, with what each way would take.
+    """The same on `ranks` GPUs of that row, none of which need be here, with what each way would take, and heaps of the
+    default size.
 
     Raises ValueError for a K that FP8 can't have.
     """
@@ -113,7 +114,14 @@ def explain_on(
     layout, sizes = usual_layout(*local, dtype, gpu), fused_sizes(operation, *local, dtype, gpu)
     problem = model.Problem(operation, *sizes, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
     choice = by_rule(operation, M, K if operation == model.GATHER else N, dtype, ranks, precision, gpu)
-    return replace(choice, ways=ways_of(problem, choice.path))
+    return _with_ways(choice, problem)
+
+
+def _with_ways(choice: Choice, problem: model.Problem) -> Choice:
+    ways, reason = ways_of(problem, choice.path), choice.reason
+    if choice.path == "plain" and ways[0].predicted.hides:
+        reason += "; some rows are multiplied while others travel"
+    return replace(choice, reason=reason, ways=ways)
 
 
 def explain_product(problem: model.Problem) -> Choice:
@@ -217,9 +225,9 @@ def _choice(
         return Choice("plain", "num_programs=1 leaves no program that multiplies while another one sends"), True
     crossings = 2 if operation == "matmul_all_reduce" else 1
     arrives = M * width * (arriving or crossings * sent_dtype(operation, dtype).itemsize)
-    if ctx.size > 1 and not inboxes_fit(ctx.heap, arrives, landing=False):
+    if ctx.size > 1 and not inboxes_fit(ctx.heap.num_bytes, arrives, landing=False):
         problem = model.Problem(operation, M, width, width, dtype, ranks=ctx.size, gpu=gpu_here(), mapped=ctx.mapped)
-        if not (model.wire_of(problem).landing and inboxes_fit(ctx.heap, arrives, landing=True)):
+        if not (model.wire_of(problem).landing and inboxes_fit(ctx.heap.num_bytes, arrives, landing=True)):
             held = f"a heap of {ctx.heap.num_bytes}; pass init(heap_bytes=...)"
             return Choice("plain", f"{arrives} bytes of symmetric memory are too many for {held}"), False
     return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here()), True
@@ -261,12 +269,10 @@ def by_rule(
     if pays < model.FEATURES:
         what = "fp32" if precision == "ieee" else precision
         what = what if dtype == torch.float32 else f"rows of {row_bytes} bytes, no multiple of 16,"
-        turns = model.takes_turns(operation, (M // size,) * size, width, dtype, precision, gpu)
         return Choice(
             "plain",
             f"torch multiplies {what} so much faster on {gpu.name} that overlap in one kernel could pay for {pays:.0f} "
-            f"features of a rank, and layers have more"
-            + ("; some rows are multiplied while others travel" if turns else ""),
+            f"features of a rank, and layers have more",
         )
     wider = ""
     if row_bytes % VECTOR_BYTES and stages_rows(dtype, gpu):

@@ -68,7 +68,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
     """
     (M, _), N, out_dtype = x.shape, w.shape[0], call.out_dtype
-    if call.wire_dtype == torch.float32 and _takes_turns(ctx, call, x, N, landing_rows=ctx.size * max(call.rows)):
+    if _takes_turns(ctx, call, x, N, landing_rows=ctx.size * max(call.rows)):
         return _plan_reduction_in_turns(ctx, x, w, bias, out, call)
     shape = call.result_shape(ctx, x, w)
     y = check_result(call.operation, out, x, shape, out_dtype)
@@ -128,63 +128,69 @@ def _around(own: slice, M: int) -> list[slice]:
 
 def _plan_gather_in_turns(ctx: Context, x, w, bias, out, gathered, call):
     (M, K), shape, returned = (sum(call.rows), x.shape[1]), call.result_shape(ctx, x, w), call.return_gathered
+    check_result(call.operation, out, x, shape, x.dtype)
     first = starts_of(call.rows)[ctx.rank]
     own, x = slice(first, first + x.shape[0]), x.contiguous()
-    y = _result(call, out, x, shape)
+    check_apart = collectives.plan_check_out("all_gather", x, gathered, (M, K), x.dtype, first * K)
+    y = x.new_empty(shape) if out is None else out
     gather, landed = collectives.AllGather(call.rows).prepare_landing(ctx, x)
-    product = Matmul(call.activation, call.out_dtype, None, call.precision)
+    product = Matmul(call.activation, None, None, call.precision)
     multiply_own = product.prepare(x, w, bias, y[own])
     others = [(part, product.prepare(landed[part], w, bias, y[part])) for part in _around(own, M)]
     lanes = _Lanes(ctx)
 
     def run(x, w, bias, out, gathered):
-        x, y, into = x.contiguous(), _result(call, out, x, shape), None
+        x, y, into = x.contiguous(), x.new_empty(shape) if out is None else out, None
+        if gathered is not None:
+            check_apart(x, gathered)
+        if returned:
+            into = x.new_empty((M, K)) if gathered is None else gathered
         with lanes.open() as (here, beside, ahead):
             began = here.mark()
             with ahead.behind(began):
                 gather(x)
+                arrived = ahead.mark()
+                for part, _ in others if returned else ():
+                    into[part].copy_(landed[part])
             with beside.behind(began):
                 multiply_own(x, w, bias, y[own])
-            with here.behind(ahead.mark()):
+                if returned:
+                    into[own].copy_(x)
+            with here.behind(arrived):
                 for part, multiply in others:
                     multiply(landed[part], w, bias, y[part])
-        if returned:
-            into = x.new_empty((M, K)) if gathered is None else gathered
-            into[own].copy_(x)
-            for part, _ in others:
-                into[part].copy_(landed[part])
         return y, into
 
     return run
 
 
 def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
-    """The sums are in fp32, in rank order, as the collective's."""
+    """The sums are made in the result, in fp32 and in rank order, as the collective's."""
     (M, _), N, shape, rank = x.shape, w.shape[0], call.result_shape(ctx, x, w), ctx.rank
+    check_result(call.operation, out, x, shape, x.dtype)
     first = starts_of(call.rows)[rank]
     own = slice(first, first + call.rows[rank])
     mine = own if call.gather else slice(0, call.rows[rank])  # of the result
-    y = _result(call, out, x, shape)
+    y = x.new_empty(shape) if out is None else out
     (partial,) = _scratch(ctx, ((M, N), torch.float32))
     scattering = collectives.ReduceScatter(call.rows)
-    gathering = collectives.AllGather(call.rows, collectives.ALONE_PROGRAMS)
+    # Where the partial sums land there is room for the sums as well.
+    gathering = collectives.AllGather(call.rows, collectives.ALONE_PROGRAMS, collectives.BY_COPIES)
     (scatter, landed), gather = ctx.workspace().settled(
         lambda: (
-            scattering.prepare_landing(ctx, partial), gathering.prepare(ctx, y[own], y) if call.gather else None
+            scattering.prepare_landing(ctx, partial), gathering.prepare(ctx, y[mine], y) if call.gather else None
         )
     )  # fmt: skip
-    product = Matmul(None, torch.float32, None, call.precision)
+    product = Matmul(None, None, None, call.precision)
     multiply_own = product.prepare(x[own], w, None, partial[own])
     others = [(part, product.prepare(x[part], w, None, partial[part])) for part in _around(own, M)]
     parts = [*landed[:rank], partial[own], *landed[rank + 1 :]]
-    into = None if call.out_dtype == torch.float32 else landed[rank]  # where they are summed, if not in the result
-    finish = None
-    if into is not None or bias is not None or call.activation is not None:
-        finish = plan_finish(y[mine] if into is None else into, bias, call.activation, y[mine])
+    finishes = bias is not None or call.activation is not None
+    finish = plan_finish(y[mine], bias, call.activation, y[mine]) if finishes else None
     lanes = _Lanes(ctx)
 
     def run(x, w, bias, out):
-        y = _result(call, out, x, shape)
+        y = x.new_empty(shape) if out is None else out
         with lanes.open() as (here, beside, ahead):
             began = here.mark()
             for part, multiply in others:
@@ -193,27 +199,22 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
                 scatter(partial)
             with beside.behind(began):
                 multiply_own(x[own], w, None, partial[own])
-        total = y[mine] if into is None else into
+        total = y[mine]
         torch.add(*parts[:2], out=total)
         for part in parts[2:]:
             total.add_(part)
         if finish is not None:
-            finish(total, bias, y[mine])
-        return y if gather is None else gather(y[mine], y)
+            finish(total, bias, total)
+        return y if gather is None else gather(total, y)
 
     return run
 
 
-def _result(call, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    check_result(call.operation, out, x, shape, call.out_dtype)
-    return x.new_empty(shape, dtype=call.out_dtype) if out is None else out
-
-
 class _Lane:
-    """A stream, or where there are none, nothing."""
+    """A stream of a call, or where there are none, nothing."""
 
     def __init__(self, stream):
-        self._stream = stream
+        self._stream, self.used = stream, False
 
     def mark(self):
         """What is launched here so far: an event."""
@@ -227,34 +228,32 @@ class _Lane:
             return
         for mark in marks:
             self._stream.wait_event(mark)
+        self.used = True
         with torch.cuda.stream(self._stream):
             yield
 
 
 class _Lanes:
-    """Where the work of a call in turns is launched: on the caller's stream; beside it, for products that may run at
-    one time with those; and ahead, where transfers have the priority that their programs, which wait for each other,
-    get SMs as soon as any are free.
+    """Where a call in turns launches its work.
+
+    here: on the caller's stream.  beside: products that may run at one time with those of the caller's stream.  ahead:
+    transfers, whose programs get SMs before those of products that have not begun.
     """
 
     def __init__(self, ctx: Context):
-        self._beside = self._ahead = None
-        if ctx.device.type == "cuda":
-            copies = ctx.workspace().streams()[1]
-            self._beside, self._ahead = (torch.cuda.Stream(ctx.device, priority=priority) for priority in (0, -1))
-            while self._beside == copies:  # torch hands out streams from a small pool, in turn
-                self._beside = torch.cuda.Stream(ctx.device)
+        self._workspace = ctx.workspace() if ctx.device.type == "cuda" else None
 
     @contextlib.contextmanager
     def open(self):
         """A block of such work, as three lanes. The caller's stream is behind all of it."""
-        here, beside, ahead = lanes = [
-            _Lane(self._ahead and torch.cuda.current_stream()), _Lane(self._beside), _Lane(self._ahead)
-        ]  # fmt: skip
+        streams = None, None, None
+        if self._workspace is not None:
+            streams = torch.cuda.current_stream(), *self._workspace.lanes()
+        here, *others = lanes = [_Lane(stream) for stream in streams]
         try:
             yield lanes
         finally:
-            with here.behind(beside.mark(), ahead.mark()):
+            with here.behind(*(lane.mark() for lane in others if lane.used)):
                 pass
 
 
