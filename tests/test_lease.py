@@ -743,8 +743,10 @@ def test_lease_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
 
 OF_THE_DRIVER = {"cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitValue64_v2", "cuStreamBatchMemOp_v2"}
 ORDERING = {"wait_stream", "wait_event", "record_event", "record_stream", *OF_THE_DRIVER}
-# The core; the order of whole operations; and the side stream of copies, which waits for words of kernels alone.
-MAY_ORDER = {"comm/fence.py", "comm/stream_order.py", "comm/copies.py", "comm/driver.py", "layers/graphs.py"}
+# The core; the order of whole operations, and inside of one; and the side stream of copies, which waits for words of
+# kernels alone.
+CORE = "fence", "stream_order", "lanes", "copies", "driver"
+MAY_ORDER = {"layers/graphs.py", *(f"comm/{name}.py" for name in CORE)}
 
 
 def ordering(source: str) -> Iterator[str]:

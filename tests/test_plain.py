@@ -11,6 +11,7 @@ from transports import gpu_only
 
 import tkernels
 from tkernels import model, plain
+from tkernels.comm.lanes import Lane, Lanes
 from tkernels.testing.compare import integers
 
 UNEVEN = {2: (9, 4), 4: (5, 2, 8, 3)}
@@ -20,11 +21,11 @@ FINISHES = ((None, None), ("bias", None), (None, "relu"), ("bias", "relu"))
 @contextlib.contextmanager
 def in_turns(ctx, plans=1):
     """In the block calls of any size take turns; so many of them are planned there."""
-    lanes = mock.Mock(wraps=plain._Lanes)
+    lanes = mock.Mock(wraps=Lanes)
     with (
         mock.patch.object(model, "PLAIN_BYTES", dict.fromkeys(model.FUSED, 0)),
         mock.patch.object(model, "TURN_ROWS", 2),
-        mock.patch.object(plain, "_Lanes", lanes),
+        mock.patch.object(plain, "Lanes", lanes),
     ):
         ctx.forget_calls()
         yield
@@ -145,7 +146,7 @@ def test_all_gather_matmul_and_matmul_reduce_scatter_in_turns_wait_for_what_is_l
             operation(held, w, out=out, path="plain", ctx=ctx)  # compiled
             torch.cuda.synchronize()
             if not waits:
-                patches.enter_context(mock.patch.object(plain._Lane, "behind", behind_nothing))
+                patches.enter_context(mock.patch.object(Lane, "behind", behind_nothing))
             out.fill_(torch.nan)
             if late == "operands":
                 sleep()

@@ -7,13 +7,12 @@ these partial sums travel, its own. Between 2 H200s an all_gather_matmul of 1638
 instead of 2043, a matmul_reduce_scatter of 2048x8192x4096 280 instead of 331 (bench/LOG.md, 2026-11-29).
 """
 
-import contextlib
-
 import torch
 
 from tkernels.comm import collectives
 from tkernels.comm.collectives import can_land, starts_of
 from tkernels.comm.context import Context
+from tkernels.comm.lanes import Lanes
 from tkernels.comm.regions import Regions
 from tkernels.gemm import Matmul, Scales, check_result, plan_finish
 from tkernels.gpus import gpu_here
@@ -137,7 +136,7 @@ def _plan_gather_in_turns(ctx: Context, x, w, bias, out, gathered, call):
     product = Matmul(call.activation, None, None, call.precision)
     multiply_own = product.prepare(x, w, bias, y[own])
     others = [(part, product.prepare(landed[part], w, bias, y[part])) for part in _around(own, M)]
-    lanes = _Lanes(ctx)
+    lanes = Lanes(ctx)
 
     def run(x, w, bias, out, gathered):
         x, y, into = x.contiguous(), x.new_empty(shape) if out is None else out, None
@@ -187,7 +186,7 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     parts = [*landed[:rank], partial[own], *landed[rank + 1 :]]
     finishes = bias is not None or call.activation is not None
     finish = plan_finish(y[mine], bias, call.activation, y[mine]) if finishes else None
-    lanes = _Lanes(ctx)
+    lanes = Lanes(ctx)
 
     def run(x, w, bias, out):
         y = x.new_empty(shape) if out is None else out
@@ -208,53 +207,6 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
         return y if gather is None else gather(total, y)
 
     return run
-
-
-class _Lane:
-    """A stream of a call, or where there are none, nothing."""
-
-    def __init__(self, stream):
-        self._stream, self.used = stream, False
-
-    def mark(self):
-        """What is launched here so far: an event."""
-        return self._stream and self._stream.record_event()
-
-    @contextlib.contextmanager
-    def behind(self, *marks):
-        """A block whose work is launched here, behind what is marked."""
-        if self._stream is None:
-            yield
-            return
-        for mark in marks:
-            self._stream.wait_event(mark)
-        self.used = True
-        with torch.cuda.stream(self._stream):
-            yield
-
-
-class _Lanes:
-    """Where a call in turns launches its work.
-
-    here: on the caller's stream.  beside: products that may run at one time with those of the caller's stream.  ahead:
-    transfers, whose programs get SMs before those of products that have not begun.
-    """
-
-    def __init__(self, ctx: Context):
-        self._workspace = ctx.workspace() if ctx.device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def open(self):
-        """A block of such work, as three lanes. The caller's stream is behind all of it."""
-        streams = None, None, None
-        if self._workspace is not None:
-            streams = torch.cuda.current_stream(), *self._workspace.lanes()
-        here, *others = lanes = [_Lane(stream) for stream in streams]
-        try:
-            yield lanes
-        finally:
-            with here.behind(*(lane.mark() for lane in others if lane.used)):
-                pass
 
 
 def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
