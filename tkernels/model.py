@@ -70,8 +70,8 @@ SPARE, LANDING_SPARE, LANDING_SENDERS = 1.3, 1.05, 24
 PLAIN_BYTES = {GATHER: 12 << 20, SCATTER: 6 << 20, ALL_REDUCE: 24 << 20}
 
 # It takes the plain path as well if overlap could only pay for fewer features of a rank than a layer ever has. There
-# torch multiplies some rows while others travel (takes_turns), if each rank has TURN_ROWS: it multiplies fewer in more
-# time than they are worth. 300 of 600 cost 2 % more than they saved.
+# torch multiplies some rows while others travel (takes_turns), if each rank has TURN_ROWS: of fewer, two products cost
+# more than overlap saves; of 300 of 600 rows, 2 % of the call.
 FEATURES, TURN_ROWS = 1024, 512
 
 REGISTERS = 255
