@@ -41,25 +41,28 @@ def baselines(problem: Problem) -> dict[str, Callable[[], torch.Tensor | None]]:
 
 
 def multiplication(problem: Problem) -> Callable:
-    """Torch's product of this problem's w: of any x, its scales or None, and a bias if there is one."""
+    """Torch's product of this problem's w: of any x, its scales or None, a bias if there is one, and into `out`."""
     w, fast_accum, dtype = problem.w, problem.case.fast_accum, problem.case.result_dtype
     if problem.w_scale is None:
-        return lambda x, scale=None, bias=None: torch.mm(x, w.t()) if bias is None else F.linear(x, w, bias)
+        return lambda x, scale=None, bias=None, out=None: (
+            torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
+        )
     w_scale, adds_bias = problem.w_scale.t().contiguous(), True  # [1, N]; cuBLAS, which can't to some products
 
-    def multiply(x, scale, bias=None):
+    def multiply(x, scale, bias=None, out=None):
         nonlocal adds_bias
         if bias is not None and adds_bias:
             try:
-                return scaled(x, scale, bias)
+                return scaled(x, scale, bias, out)
             except RuntimeError as error:
                 if "CUBLAS_STATUS_NOT_SUPPORTED" not in str(error):
                     raise
                 adds_bias = False
-        return scaled(x, scale) if bias is None else scaled(x, scale) + bias
+        y = scaled(x, scale, None, out)
+        return y if bias is None else y + bias
 
-    def scaled(x, scale, bias=None):
-        return torch._scaled_mm(x, w.t(), scale, w_scale, bias, out_dtype=dtype, use_fast_accum=fast_accum)
+    def scaled(x, scale, bias, out):
+        return torch._scaled_mm(x, w.t(), scale, w_scale, bias, out_dtype=dtype, use_fast_accum=fast_accum, out=out)
 
     return multiply
 
@@ -116,7 +119,7 @@ def _reductions(problem: Problem, group):
     case, (x, scale), w = problem.case, padded(problem), problem.w
     scatters = case.op in ("matmul_reduce_scatter", "reduce_scatter")
     multiply = None if w is None else multiplication(problem)
-    y = x if w is None else multiply(x, scale)
+    y = x if w is None else x.new_zeros((x.shape[0], case.N), dtype=case.result_dtype)
     out = y.new_empty((y.shape[0] // problem.ctx.size, case.N)) if scatters else None
     own = problem.rows[problem.ctx.rank]
     in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay zeros over many calls
@@ -129,6 +132,11 @@ def _reductions(problem: Problem, group):
         dist.all_reduce(y, group=group)
         return y
 
+    def product():
+        """Into the first rows of what is sent, so that x need not be padded, nor copied into other strides."""
+        multiply(problem.x, problem.x_scale, out=y[: problem.x.shape[0]])
+        return y
+
     def collective():
         return scatter(y) if scatters else reduce(in_place)
 
@@ -137,7 +145,7 @@ def _reductions(problem: Problem, group):
     calls = {
         "cublas": part(lambda: multiply(problem.x, problem.x_scale)),
         "nccl": part(collective),
-        "serial": lambda: (scatter if scatters else reduce)(multiply(x, scale)),
+        "serial": lambda: (scatter if scatters else reduce)(product()),
     }
     w_scale = None if scale is None else problem.w_scale.t().contiguous()
 
