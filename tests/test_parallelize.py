@@ -354,6 +354,42 @@ def told(ctx, model, backward):
     return said
 
 
+class Scaled(nn.Module):
+    """A norm of what all ranks have, and a scale of its own for each rank's features. way: to read the scale by."""
+
+    def __init__(self, way=lambda scale: scale):
+        super().__init__()
+        torch.manual_seed(5)
+        self.way, self.norm, self.scale = way, nn.LayerNorm(HIDDEN), nn.Parameter(torch.rand(1) + 0.5)
+        self.up, self.down = nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x)) * self.way(self.scale))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["", "0."])
+def test_parallelize_names_a_way_that_is_right_for_a_parameter_beside_modules(ctx, path):
+    """The style of its module, or of the root, would go to the norm in it as well, whose gradient is whole."""
+
+    def gradients(model):
+        model(normal((SEQUENCE, HIDDEN), torch.float32, 1).to(ctx.device)).square().mean().backward()
+        return {name: model.get_parameter(f"{path}{name}").grad for name in ("scale", "norm.weight", "norm.bias")}
+
+    def made(*way):
+        return nn.Sequential(Scaled(*way)) if path else Scaled(*way)
+
+    def split(*way):
+        return parallelize(made(*way), {f"{path}up": "column", f"{path}down": "row"}, ctx).to(ctx.device)
+
+    said = told(ctx, split(), gradients)
+    assert "plan |" not in said and f"pass {path}scale through copy_to_tensor_model_parallel_region" in said
+    want = gradients(made().to(ctx.device))
+    got = gradients(split(functools.partial(layers.copy_to_tensor_model_parallel_region, mesh=ctx)))
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad, msg=name)
+
+
 FORGOTTEN = re.compile(
     r"parallelize: the gradients of q_norm.weight differ between ranks.*"
     r"give its module .*: plan \| \{'q_norm': 'replicated_with_grad_allreduce'\}"

@@ -70,7 +70,7 @@ class ReplicaCheck:
         self._output_hooks = dict.fromkeys(outputs)  # of the modules whose outputs are yet to be compared
         self._input_hooks, self._forwards = dict.fromkeys(inputs), {}  # likewise; how many forwards each has had
         self._comparisons = 0
-        self._linears = set()  # names of parameters of linear layers
+        self._linears, self._outer = set(), set()  # names of parameters of linear layers, and of modules with others
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
         self._known = set()  # names of those that take gradients, as far as they have been looked at
         self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
@@ -148,6 +148,7 @@ class ReplicaCheck:
         found = {name: getattr(module, attribute) for name, (module, attribute) in places.items()}
         trained = {name: each for name, each in found.items() if _trained(each) and not each.is_meta}
         self._linears |= {name for name, (module, _) in places.items() if isinstance(module, nn.Linear)}
+        self._outer |= {name for name, (module, _) in places.items() if any(map(_has_parameters, module.children()))}
         self._known |= trained.keys()
         self._triggers, self._counts = self._known & self._split or self._known, {}
         if find_context(self._context).size == 1:
@@ -306,14 +307,19 @@ class ReplicaCheck:
                 f"random masks"
             )
         if differing:
-            patterns = dict.fromkeys(map(_pattern, differing))
+            outer = [name for name in differing if name in self._outer]
+            patterns = dict.fromkeys(_pattern(name) for name in differing if name not in outer)
             more = ", ".join(f"{pattern!r}: {GRAD_ALLREDUCE!r}" for pattern in list(patterns)[:4])
+            ways = [
+                f"give its module a style in the plan that sums the gradient: plan | {{{more}}}, where the plan of "
+                f"'auto' is model.tp_plan; in parallelize_module's Replicated(sum_gradients=True) or SequenceParallel()"
+            ] if patterns else []  # fmt: skip
+            if outer:  # the style of their modules would go to those inside as well
+                ways.append(f"pass {listed(outer)} through copy_to_tensor_model_parallel_region where it is read")
             raise MismatchError(
                 f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
                 f"would drift apart. Where each rank uses a parameter for its own features or rows (a norm over heads, "
-                f"between a column and a row layer), give its module a style in the plan that sums the gradient: "
-                f"plan | {{{more}}}, where the plan of 'auto' is model.tp_plan; in parallelize_module's "
-                f"Replicated(sum_gradients=True) or SequenceParallel(). Otherwise ranks that share a model have "
+                f"between a column and a row layer), {'; and '.join(ways)}. Otherwise ranks that share a model have "
                 f"different inputs or random masks, or a parameter is split by hand (mark it tensor_model_parallel = "
                 f"True)"
             )
@@ -357,6 +363,10 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     parts = {name: name.rpartition(".") for name, _ in model.named_parameters()}
     return {name: (modules[path], attribute) for name, (path, _, attribute) in parts.items()}
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _trained(parameter) -> bool:
