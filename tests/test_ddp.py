@@ -664,13 +664,15 @@ def test_overlapped_ddp_tells_ranks_of_which_grad_scaler_lets_one_step_alone(ctx
             for _ in range(2):  # gathers again where no optimizer has stepped yet, on both ranks
                 ddp(x)
             scaler.scale(ddp(x).sum()).backward()
-            if infinite and own.rank == 1:
-                for owned in ddp.owned_parameters():
-                    owned.grad.fill_(torch.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            if not infinite:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        if own.rank == 1:
+            for owned in ddp.owned_parameters():
+                owned.grad.fill_(torch.inf)
         with pytest.raises(MismatchError, match=r"absent on rank 0, shards without a step .*GradScaler.* on rank 1"):
+            scaler.step(optimizer)  # of rank 0 alone
             ddp(x)
             own.check()
 
@@ -740,7 +742,8 @@ def test_overlapped_ddp_refuses_parameters_that_have_left_their_shards(ctx):
         optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
         ddp(x).sum().backward()
         leave(model)
-        optimizer.step()
+        with pytest.raises(LeaseError, match="bias is converted or moved"):
+            optimizer.step()
         with pytest.raises(LeaseError, match="bias is converted or moved"):
             ddp(x)
         ddp.remove()
@@ -1060,20 +1063,35 @@ def test_overlapped_ddp_a_forward_before_the_update_changes_no_result(ctx, write
 
 
 @pytest.mark.ranks(2)
-def test_overlapped_ddp_a_state_dict_has_gathered_parameters_or_is_refused(ctx):
+@pytest.mark.parametrize("mode", [SHARDED, {"overlap_param_gather": True}], ids=["sharded", "overlapped"])
+def test_overlapped_ddp_has_gathered_parameters_after_a_step_for_whoever_reads_them(ctx, mode):
+    """And refuses a state dict of parameters that were updated by hand, which nothing tells it of."""
     for module in (nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 5))):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
-        ddp = OverlappedDDP(module.to(ctx.device), mesh=ctx, **SHARDED)
-        ddp(torch.ones(4, 6, device=ctx.device)).sum().backward()
-        ddp.finish_grad_sync()
-        torch.optim.SGD(ddp.owned_parameters(), 1.0).step()
+        average = torch.optim.swa_utils.AveragedModel(module.to(ctx.device))
+        ddp = OverlappedDDP(module, mesh=ctx, bucket_size=1, **mode)
+        optimizers = [torch.optim.SGD([owned], 1.0) for owned in ddp.owned_parameters()]
+        for step in (1, 2):
+            ddp.zero_grad()
+            ddp(torch.ones(4, 6, device=ctx.device)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if mode is not SHARDED:
+                ensure_params_ready(module.parameters())
+            average.update_parameters(module)
+            for read in (module.parameters(), copy.deepcopy(module).parameters(), ddp.state_dict().values()):
+                assert all(value.eq(-4.0 * step).all() for value in read)
+        assert all(value.eq(-6.0).all() for value in average.module.parameters())
+        with torch.no_grad():
+            for owned in ddp.owned_parameters():
+                owned.sub_(1.0)
         for saved in (ddp, module):
             with pytest.raises(LeaseError, match="not been gathered; call start_param_sync"):
                 saved.state_dict()
         ddp.start_param_sync()
-        assert all(value.eq(-4.0).all() for value in ddp.state_dict().values())
+        assert all(value.eq(-9.0).all() for value in ddp.state_dict().values())
         ddp.remove()
         module.state_dict()
 
@@ -1612,10 +1630,11 @@ def test_overlapped_ddp_dropped_after_a_step_leaves_no_parameters_that_are_mixtu
 
     def train(steps, gathered):
         ddp = OverlappedDDP(model, mesh=ctx, **mode)
-        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
         for _ in range(steps):
             ddp(x).sum().backward()
-            optimizer.step()
+            with torch.no_grad():  # by hand: after an optimizer's step parameters are gathered
+                for owned in ddp.owned_parameters():
+                    owned.sub_(owned.grad)
         if gathered:
             ddp.start_param_sync()
         elif not steps:

@@ -329,7 +329,7 @@ class Reduced(Parallel):
 
 
 class ReducedShards(Reduced):
-    """`OverlappedDDP` that updates a shard of every bucket and gathers in forward."""
+    """`OverlappedDDP` that updates a shard of every bucket and gathers beside what follows."""
 
     options = {"overlap_param_gather": True}
 
@@ -342,7 +342,6 @@ class ReducedShards(Reduced):
         return norm
 
     def readable(self):
-        self.called.start_param_sync()
         layers.ensure_params_ready(self.model.parameters())
         return self.model
 

@@ -17,9 +17,9 @@ Between two backwards, `.grad` is the truth, as in torch: it is `main_grad`, and
 replaces it has done so to the sum that the next backward adds to. While gradients are added, `.grad` is None.
 
 With the distributed optimizer, a rank keeps a shard of each bucket's sum and updates the same shard of the parameters,
-which are views of a buffer of their own; they are gathered after the update. With several instances of the distributed
-optimizer, an instance consists of R/I neighbouring ranks. Sums are scattered inside an instance and then all-reduced
-across instances, among the ranks that have the same shard.
+which are views of a buffer of their own; they are gathered after the optimizer's step. With several instances of the
+distributed optimizer, an instance consists of R/I neighbouring ranks. Sums are scattered inside an instance and then
+all-reduced across instances, among the ranks that have the same shard.
 
 Collectives start in the order of the buckets on every rank, even if the autograd graphs of the ranks differ. Parameters
 are taken in reverse order, which approximates the order of their gradients.
@@ -35,7 +35,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.arguments import check_flags, check_torch_dtype, check_type
@@ -45,7 +45,7 @@ from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
 from tkernels.layers.data_parallel.norms import counts, in_common, squared_norm
-from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket
+from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, UpdatedValues
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
 from tkernels.layers.data_parallel.wire import Wire, open_wire, stream_beside
 from tkernels.layers.grad_hooks import GradReadyHooks
@@ -205,9 +205,9 @@ class OverlappedDDP(nn.Module):
             self.handles += wait_in_modules(module, self.bucket_of, self._waits)
 
     def forward(self, *arguments, **options):
-        """Call the module. Starts to gather updated parameters if `start_param_sync` has not been called.
+        """Call the module. Starts to gather what was updated by other means than a step of one of torch's optimizers.
 
-        After a backward it can't always tell whether the optimizer has run. While torch has seen no write to some
+        After a backward it can't always tell whether there was such an update. While torch has seen no write to some
         bucket's shard, parameters are gathered by this call, and again by the next one.
         """
         if self.sharded:
@@ -280,10 +280,11 @@ class OverlappedDDP(nn.Module):
     def start_param_sync(self):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
-        The next call of this object does so by itself; called right after the optimizer's step, gathers start earlier.
-        Those kernels are on the current stream, on that of backward's caller, or on one that `finish_grad_sync` was
-        called for. Without overlap_param_gather the current stream is ordered behind the gathers. Raises RuntimeError
-        without shards, and warns if no optimizer can have updated them.
+        Each step of one of torch's optimizers ends with that, and the next call of this object begins with it after any
+        other update; called right after that, gathers start earlier. Its kernels are on the current stream, on that of
+        backward's caller, or on one that `finish_grad_sync` was called for. Without overlap_param_gather the current
+        stream is ordered behind the gathers. Raises RuntimeError without shards, and warns if no optimizer can have
+        updated them.
         """
         if not self.sharded:
             raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
@@ -330,7 +331,7 @@ class OverlappedDDP(nn.Module):
         self.removed = True
         _wrappers.discard(self)
         if any(values.awaits_gather for values in self.values):
-            self._gather()
+            self._gather(self.values)
         ensure_params_ready(self.bucket_of)
         self.hooks.remove()
         for handle in self.handles:
@@ -393,20 +394,30 @@ class OverlappedDDP(nn.Module):
                 stacklevel=3,
             )
         self._check_places()
-        self._gather()
+        self._gather(self.values)
 
-    def _gather(self):
-        for values in reversed(self.values):
+    def _gather(self, updated: list[UpdatedValues]):
+        for values in reversed(updated):
             values.gather()
-        if not self.overlap_param_gather:
-            ensure_params_ready(self.bucket_of)
+        for values in () if self.overlap_param_gather else updated:
+            values.ready()
+
+    def after_step(self, parameters: set):
+        """Collective. Called after each optimizer's step, with its parameters: gather the shards that it has written.
+
+        Whoever reads the model's parameters then finds them whole.
+        """
+        written = [each for each in self.values if each.shard in parameters and each.awaits_gather]
+        if written := [each for each in written if not each.unwritten]:
+            self._check_places()
+            self._gather(written)
 
     def settle(self):
         """End all tenancies, as required at both edges of a capture. Zeros of outside are not those of the graph."""
         if self._state is State.PREPARED:
             self._state = State.DELIVERED
         if any(values.awaits_gather for values in self.values):
-            self._gather()
+            self._gather(self.values)
         for bucket in self.buckets:
             bucket.grads.end()
         for values in self.values:
@@ -679,10 +690,20 @@ def changing_main_grads(params):
 _wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
 
 
-@register_optimizer_step_pre_hook
-@torch._disable_dynamo
-def _before_step(optimizer, *_):
+def _tell_wrappers(tell, optimizer):
     if wrappers := list(_wrappers):
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for ddp in wrappers:
-            ddp.check_step(optimizer, parameters)
+            tell(ddp, parameters)
+
+
+@register_optimizer_step_pre_hook
+@torch._disable_dynamo
+def _before_step(optimizer, *_):
+    _tell_wrappers(lambda ddp, parameters: ddp.check_step(optimizer, parameters), optimizer)
+
+
+@register_optimizer_step_post_hook
+@torch._disable_dynamo
+def _after_step(optimizer, *_):
+    _tell_wrappers(OverlappedDDP.after_step, optimizer)

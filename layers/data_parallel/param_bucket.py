@@ -275,12 +275,12 @@ class ParamBucket:
 class UpdatedValues(Values):
     """Values of which this rank's optimizer updates `shard` [n / ranks], a part of the buffer.
 
-    Torch doesn't tell whether an optimizer has run, so what is known is kept apart. updatable: gradients are reduced,
-    and values not gathered since. updating: the optimizer may be writing the shard. Even once values were gathered it
-    may still do so, until `confirm`.
+    Values are gathered after the step of an optimizer of torch's. Of other updates nothing is told, so what is known is
+    kept apart. updatable: gradients are reduced, and values not gathered since. updating: the optimizer may be writing
+    the shard. Even once values were gathered in forward it may still do so, until `confirm`.
     """
 
-    _version = None  # while it is being made, which may fail
+    shard, _version = None, None  # while it is being made, which may fail
 
     def __init__(self, name: str, layout: FlatLayout, wire: Wire, comm_stream, dev):
         super().__init__(name, layout, wire, comm_stream, dev)
@@ -304,7 +304,7 @@ class UpdatedValues(Values):
     @property
     def awaits_gather(self) -> bool:
         """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
-        return self._version is not None
+        return self.shard is not None and (self._version is not None or self._gathered != self.shard._version)
 
     @property
     def stale(self) -> bool:
@@ -324,6 +324,7 @@ class UpdatedValues(Values):
         self.updating = self.updatable = False
         self._updaters = []  # the streams of the optimizer
         self._version = None  # torch's write count of the shard when the optimizer's turn began; None: it has none
+        self._gathered = self.shard._version  # the same when the values were gathered
 
     def begin_update(self, stream):
         """The optimizer's turn: `stream` may update the shard, behind all readers."""
@@ -343,8 +344,8 @@ class UpdatedValues(Values):
         for stream in self._updaters:
             with self.buffer.lease.write(stream):
                 pass  # the optimizer's kernels have been launched: records them as writes
-        self.forget_update()
         self._gather(where=where)
+        self.forget_update()
 
     def ready(self):
         if self.stale:
