@@ -1453,6 +1453,22 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
 
 
 @pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_another_optimizers_step_of_its_parameters(ctx):
+    """Whether that was made before or after it: it would find no gradients, and train nothing."""
+    model = nn.Linear(8, 4).to(ctx.device)
+    before = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, mesh=ctx, lr=1.0)
+    for other in (before, torch.optim.AdamW(model.parameters())):
+        model(torch.ones(2, 8, device=ctx.device)).sum().backward()
+        with pytest.raises(ValueError, match="step: it has weight, whose gradients a ZeroOptimizer takes; step that"):
+            other.step()
+    zero.step()
+    zero.remove()
+    model(torch.ones(2, 8, device=ctx.device)).sum().backward()
+    before.step()
+
+
+@pytest.mark.ranks(2)
 def test_zero_optimizer_refuses_marks_that_nothing_would_be_done_about(ctx):
     groups = [torch.distributed.new_group([rank]) for rank in range(ctx.size)]
     norm = nn.LayerNorm(8).to(ctx.device)

@@ -18,6 +18,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
 from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type
@@ -32,7 +33,7 @@ from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, disown, own, remove_owners
+from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 REFRESH = "call refresh_masters() after such a change, on all ranks"
@@ -598,6 +599,19 @@ def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.
             "ZeroOptimizer", "parameters marked sequence_parallel", partial,
             "they are whole and the same on each tensor-parallel rank: begin with one seed, or load one state dict",
         )  # fmt: skip
+
+
+@register_optimizer_step_pre_hook
+@torch._disable_dynamo
+def _check_step(optimizer, *_):
+    """Raises ValueError for a step of parameters whose gradients a ZeroOptimizer takes: nothing would be trained."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        owner = owner_of(parameter, ZeroOptimizer)
+        if owner is not None and parameter in owner._names:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step: it has {owner._names[parameter]}, whose gradients a ZeroOptimizer "
+                f"takes; step that, or remove() it before you make another optimizer of its parameters"
+            )
 
 
 def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):
