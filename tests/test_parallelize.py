@@ -354,6 +354,33 @@ def told(ctx, model, backward):
     return said
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parallelize_tells_the_optimizer_of_marked_gradients_that_nobody_has_summed(ctx, wrapped):
+    x = own_rows(normal((SEQUENCE, BATCH, HIDDEN), torch.float32, 1), ctx, True)
+    plan = {name: style for name, style in heads_plan(True).items() if name != "norm"}
+    alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+    with tkernels.init(alone, heap_bytes=8 << 20, default=False) as dp:
+        model = parallelize(heads(), plan, ctx).to(ctx.device)
+        for parameter in model.norm.parameters():
+            parameter.sequence_parallel = True
+        called = OverlappedDDP(model, mesh=dp) if wrapped else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step, summed in enumerate((False, True, False)):
+            optimizer.zero_grad()
+            called(x).square().sum().backward()
+            if summed:
+                layers.all_reduce_sequence_parallel_grads(model, mesh=ctx)
+            copied = pickle.loads(pickle.dumps(model.norm.weight))  # another process knows nothing of these ranks
+            copied.grad = model.norm.weight.grad
+            torch.optim.SGD([copied], 0.1).step()
+            said = told(ctx, optimizer, lambda optimizer: optimizer.step())
+            if step:  # once it was right, it is not compared any more
+                assert said is None
+            else:
+                assert re.search("norm.weight.*call all_reduce_sequence_parallel_grads", said)
+
+
 class Scaled(nn.Module):
     """A norm of what all ranks have, and a scale of its own for each rank's features. way: to read the scale by."""
 

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm import MismatchError, find_context
 from tkernels.comm.context import constant_in_traces
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import listed
-from tkernels.layers.marks import is_partial
+from tkernels.layers.marks import gradient_of, is_partial
 from tkernels.layers.tensor_parallel.dtensors import is_part
 from tkernels.layers.tensor_parallel.replicas import (
     FOR_HEADS,
@@ -28,6 +30,7 @@ SLICES = 16  # of a gradient, each compared by its sum and size
 # lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
 EPS = torch.finfo(torch.bfloat16).eps
 TOLERANCE = EPS**0.5
+_UNSUMMED = "tkernels_unsummed"  # on a parameter: an _Unsummed, until its gradient has been compared
 
 
 class Found(NamedTuple):
@@ -48,6 +51,16 @@ class Found(NamedTuple):
         return cls(*({} for _ in cls._fields))
 
 
+class _Unsummed(NamedTuple):
+    """Of a parameter marked sequence_parallel: its ranks and its name, which are nothing to another process."""
+
+    context: str
+    name: str
+
+    def __reduce__(self):
+        return tuple, ()
+
+
 class ReplicaCheck:
     """Compares the gradients of replicated parameters over ranks, each once, at the end of a backward.
 
@@ -57,7 +70,7 @@ class ReplicaCheck:
 
     It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
     Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
-    gradients are yet to be summed.
+    gradients are yet to be summed. These are compared when an optimizer first steps with them.
 
     The comparison is collective, so it comes at the end of a backward that has reached parallel layers, which all ranks
     run alike: the first, second, fourth, eighth and so on of each layer, until every parameter has had a gradient other
@@ -154,6 +167,8 @@ class ReplicaCheck:
         if find_context(self._context).size == 1:
             return
         for name, parameter in trained.items():
+            if is_partial(parameter) and name not in self._split:
+                setattr(parameter, _UNSUMMED, _Unsummed(self._context, name))
             if parameter._backward_hooks:  # set anew: after Module.to those of a DTensor do nothing (torch 2.13)
                 parameter._backward_hooks = parameter._backward_hooks
             handle = self._handles.get(name)
@@ -331,6 +346,35 @@ class ReplicaCheck:
             while self._handles:
                 self._handles.popitem()[1].remove()
         return done
+
+
+@register_optimizer_step_pre_hook
+@torch._disable_dynamo
+@torch.no_grad()
+def _check_sums(optimizer, *_):
+    """Collective, until gradients have come of all parameters that were marked sequence_parallel.
+
+    Raises MismatchError where nobody has summed them: the ranks would train different values.
+    """
+    marked = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if unsummed := getattr(parameter, _UNSUMMED, None):
+            marked.setdefault(unsummed.context, {})[unsummed.name] = parameter
+    for ctx in open_contexts() if marked else ():
+        if ctx.name not in marked or ctx.capturing:
+            continue
+        grads = {name: gradient_of(parameter) for name, parameter in marked[ctx.name].items()}
+        grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
+        mine = {name: _summary(grad).tolist() for name, grad in grads.items() if grad.numel()}
+        found = _judgeable(ctx.group.gather(mine))
+        if differing := _differing(found):
+            raise MismatchError(
+                f"{type(optimizer).__name__}.step: the gradients of {listed(differing)} differ between ranks. They are "
+                f"marked sequence_parallel, so each rank has the sum over its own rows: call "
+                f"all_reduce_sequence_parallel_grads(model) between backward and the step"
+            )
+        for name in found:
+            delattr(marked[ctx.name][name], _UNSUMMED)
 
 
 def _differentiable(output) -> torch.Tensor | None:
