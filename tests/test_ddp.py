@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import warnings
@@ -506,6 +507,22 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
             assert model.weight.grad.eq(ctx.size * 2.0 / 32).all()
             del model.weight.sequence_parallel
         ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_warns_of_shards_whose_gradients_torchs_clipping_has_changed(ctx):
+    model, x = exact_model().to(ctx.device), torch.ones(1, 8, device=ctx.device)
+    ddp = OverlappedDDP(model, mesh=ctx, **SHARDED)
+    owned = ddp.owned_parameters()
+    optimizer = torch.optim.SGD(owned, lr=1.0)
+    for clip in (lambda *_: None, functools.partial(clip_grad_norm_, mesh=ctx), nn.utils.clip_grad_norm_):
+        optimizer.zero_grad()
+        ddp(x).sum().backward()
+        clip(owned, 0.5)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [*said] == [] if clip is not nn.utils.clip_grad_norm_ else "own shards" in str(said[0].message)
 
 
 @pytest.mark.ranks(2)

@@ -190,6 +190,7 @@ class OverlappedDDP(nn.Module):
         own([*self.bucket_of, *self.shards], self)
         self.removed, self._sync = False, True
         self.handed_out = not self.sharded  # whether somebody has asked for the shards
+        self._told = False  # of gradients that somebody has changed
         self._waits = SimpleNamespace(whole=False)
         self._state = State.DELIVERED
         self._reduced = None  # whether `.grad` is a sum over ranks, or this rank's own, by no_sync; None: neither
@@ -580,6 +581,15 @@ class OverlappedDDP(nn.Module):
                 raise ValueError(
                     f"OverlappedDDP: {kind} looks at whole parameters, but each rank updates pieces of them; pass "
                     f"use_distributed_optimizer=False and don't overlap the gathers{other}"
+                )
+            if not self._told and any(bucket.changed for bucket in self.buckets):
+                self._told = True
+                warnings.warn(
+                    "OverlappedDDP: the gradients of its shards have been changed since backward. If torch's "
+                    "clip_grad_norm_ did so, each rank has clipped by the norm of its own shards: call "
+                    "tkernels.layers.clip_grad_norm_(ddp.owned_parameters(), max_norm) instead. What scales all ranks' "
+                    "alike is right",
+                    stacklevel=5,
                 )
             for bucket in self.buckets:
                 if changed := bucket.overridden:

@@ -95,7 +95,8 @@ class ParamBucket:
         self.cast, self.given = None, {owned: owned.main_grad.view_as(owned.main_grad) for owned in self.owned}
         self._marks = {}  # of parameters in a shard: what `.grad` is, and torch's write count of that
         weakref.finalize(self, _take_off, self._marks).atexit = False
-        self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
+        self._seen = 0  # torch's write count of a shard's .grad, once it was delivered, or changed by us
+        self._outside = False  # whether no_sync has left more outside of the shard
         self._taken = set()  # of `owned`, those whose `.grad` was taken off, which they get back though frozen since
         if grad_dtype != first.dtype:
             self.cast = self._own.to(first.dtype)
@@ -141,6 +142,11 @@ class ParamBucket:
         ]
 
     @property
+    def changed(self) -> bool:
+        """Whether somebody else has written to a shard's gradient since it was delivered."""
+        return self.values is not None and self.delivered and self.owned[0].grad._version != self._seen
+
+    @property
     def must_be_shared(self) -> bool:
         """Whether `take_over` changes a sum over ranks that is to be added to."""
         return self.delivered and (self.values is not None or self.levels.share != 1.0)
@@ -148,7 +154,7 @@ class ParamBucket:
     def drop(self):
         for parameter in (*self.parameters, *self.owned):
             parameter.grad = None
-        self._left = None
+        self._outside = False
 
     def zero(self):
         with self.grads.changed() as grads:
@@ -160,13 +166,13 @@ class ParamBucket:
         dropped = self.dropped
         if dropped and len(dropped) == len(self.parameters):
             for owned in self.owned:
-                owned.grad = self._left = None
+                owned.grad, self._outside = None, False
         self._leave_kept()
         if not self.delivered:
             self.zero()
             return
         replaced = {owned: given for owned, given in self.given.items() if owned.grad is not given}
-        if self._left is not None and (replaced or self.owned[0].grad._version != self._left):
+        if self._outside and (replaced or self.changed):
             raise LeaseError(
                 f"the gradients of {self.name} that no_sync has accumulated are changed in this rank's shard, but lie "
                 f"outside of it too; discard all by ddp.zero_grad(), and scale or clip after the backward that reduces"
@@ -241,8 +247,7 @@ class ParamBucket:
         """Let a copy of the gradients in another dtype be what `main_grad` says, on the current stream."""
         if self.cast is not None:
             self.cast.copy_(self._own)
-        if self._left is not None:
-            self._left = self.owned[0].grad._version
+        self._look()
 
     def deliver(self, stream, reduced: bool):
         """Let `.grad` be the sum over ranks or, if it is not reduced, what this rank has accumulated."""
@@ -256,7 +261,12 @@ class ParamBucket:
                 owned.grad = given
         for parameter in self.parameters if self.values is not None else ():
             self._mark(parameter)
-        self._left = None if reduced or self.values is None else self.owned[0].grad._version
+        self._outside = not reduced and self.values is not None
+        self._look()
+
+    def _look(self):
+        if self.values is not None and self.delivered:
+            self._seen = self.owned[0].grad._version
 
     def _mark(self, parameter: nn.Parameter):
         mark, version = self._marks.get(parameter, (None, 0))
