@@ -220,7 +220,7 @@ def test_zero_optimizer_adds_up_what_ranks_and_micro_batches_use_in_no_sync(ctx)
             exact.backward((step, 1), used=lambda i, rank: i % 2 == 0)
         assert exact.parameters[0].grad is not None
         exact.backward((step, 2), used=lambda i, rank: i % 3 == 0)  # takes what the others have, too
-        assert all(parameter.grad is None for parameter in exact.parameters if parameter.numel())
+        assert all(parameter.grad is None or parameter.grad.isnan().all() for parameter in exact.parameters)
         with exact.zero.no_sync():
             exact.backward((step, 3), used=lambda i, rank: rank == 0)  # which `step` takes, on all ranks
         exact.step()
@@ -1450,6 +1450,39 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
             assert found == pytest.approx(norms, rel=1e-5)
             for name, value in got.items():
                 assert_close_to(value, want[name], terms=64)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_optimizer_lets_nobody_clip_or_drop_gradients_that_have_gone_to_their_owners(ctx, stage):
+    model, x = nn.Linear(8, 4).to(ctx.device), torch.ones(2, 8, device=ctx.device)
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, mesh=ctx, stage=stage, lr=1.0)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def backward():
+        model(x).sum().backward()
+
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        backward()
+        with pytest.raises(RuntimeError, match="memory location"):
+            clip(model.parameters(), 0.1)
+        zero.zero_grad()
+    for drop in (model.zero_grad, functools.partial(model.zero_grad, set_to_none=False)):
+        for goes_on in (zero.step, backward):
+            backward()
+            drop()
+            with pytest.raises(LeaseError, match="the .grad of .* was dropped .* call the optimizer's zero_grad"):
+                goes_on()
+            zero.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+    backward()
+    backward()
+    zero.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(now.equal(was - 4.0) for now, was in zip(model.parameters(), start, strict=True))
+    backward()
+    zero.remove()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.ranks(2)

@@ -20,9 +20,11 @@ from torch import nn
 from tkernels.comm import Context, LeaseError
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
+from tkernels.layers.data_parallel.param_bucket import nan_like
 from tkernels.layers.data_parallel.param_group import Parameter
 from tkernels.layers.data_parallel.wire import Wire, mean
 from tkernels.layers.grad_hooks import called_last
+from tkernels.layers.owners import weakly
 
 
 def padded(parameter: torch.Tensor) -> int:
@@ -55,18 +57,50 @@ class Piece(Parameter):
     """A parameter of a resident unit. sharded: the master of this rank's part, elements `start` to `stop`.
 
     total: the gradient of the master, once it is reduced. Both have the parameter's shape if they are the whole of it,
-    and are 1-D otherwise. used: whether this rank has had a gradient of it since the last step.
+    and are 1-D otherwise. used: whether this rank has had a gradient of it since the last step. mark: what the
+    parameter's `.grad` is once its gradient was taken (param_bucket.nan_like), with torch's write count of that.
     """
 
     start: int = 0
     stop: int = 0
     total: torch.Tensor | None = None
     used: bool = False
+    mark: tuple[torch.Tensor | None, int] = (None, 0)
+    marked: bool = False
 
     def take_gradient(self) -> torch.Tensor | None:
+        self.unmark()
         grad = super().take_gradient()
         self.used = self.used or grad is not None
+        if self.used:
+            if self.mark[0] is None or self.mark[0]._version != self.mark[1]:
+                mark = nan_like(self.whole)
+                self.mark = mark, mark._version
+            self.whole.grad, self.marked = self.mark[0], True
         return grad
+
+    @property
+    def late(self) -> bool:
+        """Whether `.grad` has been set since the gradient was taken."""
+        return self.whole.grad is not None and self.whole.grad is not self.mark[0]
+
+    def check_mark(self):
+        """Raises LeaseError if somebody has dropped or changed the mark."""
+        mark, version = self.mark
+        if self.marked and (self.whole.grad is not mark or mark._version != version):
+            raise LeaseError(
+                f"ZeroOptimizer: the .grad of {self.name} was dropped or changed when its gradient had gone to its "
+                f"owner, as by the module's zero_grad(); to drop gradients call the optimizer's zero_grad()"
+            )
+
+    def unmark(self, _=None):
+        """Called before autograd adds to `.grad`."""
+        self.check_mark()
+        if self.marked:
+            self.whole.grad, self.marked = None, False
+
+    def forget_gradient(self):
+        self.whole.grad, self.used, self.marked = None, False, False
 
     def widen_gradient(self):
         """Do nothing: it is the caller's `.grad`, in whose dtype autograd adds up."""
@@ -112,7 +146,9 @@ class FlatGroup:
 
         hook: a bound method.
         """
-        return [handle for piece in self.parameters for handle in called_last(piece.whole, piece.watch(hook))]
+        unmark = (torch._disable_dynamo(weakly(piece.unmark)) for piece in self.parameters)
+        unmarked = [piece.whole.register_hook(hook) for piece, hook in zip(self.parameters, unmark, strict=True)]
+        return unmarked + [h for piece in self.parameters for h in called_last(piece.whole, piece.watch(hook))]
 
     def settle(self, hook) -> bool:
         """Raises LeaseError if parameters no longer lie in the gathered buffer."""
@@ -150,7 +186,7 @@ class FlatGroup:
     def forget_gradients(self):
         """Discard whole gradients, and the masters'."""
         for piece in self.parameters:
-            piece.whole.grad, piece.used = None, False
+            piece.forget_gradient()
         self.has_total = False
 
     def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: FlatLayout):

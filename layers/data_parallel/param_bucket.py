@@ -271,7 +271,7 @@ class ParamBucket:
     def _mark(self, parameter: nn.Parameter):
         mark, version = self._marks.get(parameter, (None, 0))
         if mark is None or mark._version != version:
-            mark = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            mark = nan_like(parameter)
             self._marks[parameter] = mark, mark._version
         parameter.grad = mark
 
@@ -364,6 +364,14 @@ class UpdatedValues(Values):
                 f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
             )
         super().ready()
+
+
+def nan_like(parameter: torch.Tensor) -> torch.Tensor:
+    """What `.grad` of a parameter is whose gradient is elsewhere: a NaN in its shape, without memory.
+
+    Whoever reads it finds NaN, and whoever would scale it, as torch's clip_grad_norm_ does, RuntimeError.
+    """
+    return torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _take_off(marks: dict[nn.Parameter, tuple]):

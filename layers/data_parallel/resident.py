@@ -61,6 +61,9 @@ class ResidentEngine(Engine):
         """Take no gradient any more. Modules still wait for what is being gathered."""
         for hook in self._watches:
             hook.remove()
+        for piece in self.piece_of.values():
+            if piece.marked:
+                piece.forget_gradient()
 
     def check(self):
         """Raises LeaseError once the parameters are another's, or elsewhere."""
@@ -127,19 +130,22 @@ class ResidentEngine(Engine):
         """Collective. A context in which this stream uses the sums of gradients, and changes the masters.
 
         Reduces units that no backward has reduced since the last step, even if backward is told to reduce none. At the
-        end all gradients are forgotten. Before, raises LeaseError for gradients that nothing would reduce, and for what
-        a backward that failed has left.
+        end all gradients are forgotten. Before, raises LeaseError for gradients that nothing would reduce, for dropped
+        ones that already were, and for what a backward that failed has left.
         """
         if self._sums is not None:
             raise LeaseError("ZeroOptimizer: a backward has failed before this step; call zero_grad() after a failure")
         for unit in self.units:
-            late = [piece for piece in unit.groups[0].parameters if piece.whole.grad is not None]
+            late = [piece for piece in unit.groups[0].parameters if piece.late]
             if late and not unit.begun:
                 raise LeaseError(
                     f"ZeroOptimizer: {late[0].name} has a gradient that came after backward, when the others had been "
                     f"reduced; set it before backward, which adds to it, or run backward inside of no_sync() (stage=1) "
                     f"which leaves all gradients to step()"
                 )
+            for piece in unit.groups[0].parameters:
+                if not piece.late:
+                    piece.check_mark()
         self.end()
         owing = [unit for unit in self.units if unit.begun]
         self._begin_sums()

@@ -69,7 +69,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         one owner, for optimizers that look at a whole one (Muon, Adafactor), with parts of uneven size.
     reduce_dtype: the dtype in which gradients are summed over ranks; None: the parameter's. Owners accumulate passes in
         fp32.
-    max_norm: clip the global norm of the averaged gradients to it. torch's clip_grad_norm_ finds no gradients.
+    max_norm: clip the global norm of the averaged gradients to it. torch's clip_grad_norm_ finds NaN, and raises.
     loss_scale: a factor that `scale(loss)` applies and `step` removes; "dynamic" adapts it. All ranks skip a step whose
         gradients are not finite on some rank. None: no scaling and no skipping, and `step` reads nothing back to the
         host unless this rank has left a parameter unused.
@@ -86,9 +86,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     torch.amp.GradScaler, which would look for gradients there, is refused: `loss_scale` takes its place.
 
     Collective, as `step` and backward are. `step` must be ordered after forward and backward on its stream, as usual.
-    It ends the accumulation, so zero_grad is needed only to discard gradients. Use the optimizer's zero_grad: a
-    module's leaves gradients that are already reduced. Code that changes parameters, such as load_state_dict, must call
-    `refresh_masters` afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is
+    It ends the accumulation, so zero_grad is needed only to discard gradients. Once a gradient has gone to its owner,
+    the parameter's `.grad` is a NaN in its shape, without memory; whoever drops that, as the module's zero_grad does, is
+    told to call the optimizer's. Code that changes parameters, such as load_state_dict, must call `refresh_masters`
+    afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is
     whether the step was skipped. A parameter that no rank has used is left alone, as without sharding. Activation
     checkpointing with use_reentrant=True gives correct results, but each checkpoint ends a pass; prefer
     use_reentrant=False. After a backward that failed call zero_grad; else the next backward or step raises.
