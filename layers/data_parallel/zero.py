@@ -87,12 +87,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Collective, as `step` and backward are. `step` must be ordered after forward and backward on its stream, as usual.
     It ends the accumulation, so zero_grad is needed only to discard gradients. Once a gradient has gone to its owner,
-    the parameter's `.grad` is a NaN in its shape, without memory; whoever drops that, as the module's zero_grad does, is
+    the parameter's `.grad` is a NaN in its shape, without memory; whoever drops that, as a module's zero_grad does, is
     told to call the optimizer's. Code that changes parameters, such as load_state_dict, must call `refresh_masters`
-    afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is
-    whether the step was skipped. A parameter that no rank has used is left alone, as without sharding. Activation
-    checkpointing with use_reentrant=True gives correct results, but each checkpoint ends a pass; prefer
-    use_reentrant=False. After a backward that failed call zero_grad; else the next backward or step raises.
+    afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is whether the step was
+    skipped. A parameter that no rank has used is left alone, as without sharding. Activation checkpointing with
+    use_reentrant=True gives correct results, but each checkpoint ends a pass; prefer use_reentrant=False. After a
+    backward that failed call zero_grad; else the next backward or step raises.
 
     Raises ValueError or TypeError for parameters or options that can't be sharded, MismatchError if the ranks'
     parameters or options differ. `step` and the loading methods raise LeaseError once a parameter has been converted or
