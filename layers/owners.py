@@ -8,6 +8,7 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm.errors import LeaseError
@@ -117,8 +118,11 @@ def disown(parameters, owner):
 def check_free(what: str, parameter, *successors: type):
     """Raises ValueError if a parameter has an owner, but for those of the kinds that a new one takes the place of.
 
-    And LeaseError if its last one left it in parts. what: the caller and the parameter, for the error.
+    Or if it has no shape yet; and LeaseError if its last one left it in parts. what: the caller and the parameter, for
+    the error.
     """
+    if is_lazy(parameter):
+        raise ValueError(f"{what} is not initialized, as a lazy module's; run the model once before, on its inputs")
     check_whole(parameter)
     for reference in reversed(getattr(parameter, _OWNERS, ())):
         if (owner := reference()) is not None and not isinstance(owner, successors):

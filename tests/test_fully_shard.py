@@ -805,11 +805,22 @@ def test_fully_shard_refuses_by_name(ctx):
         for strategy in ("parameters", "replicate")
     )
     sharded, x = shard(ctx, hybrid(ctx)), batches(ctx, 1)[0]
+    odd = lambda **policy: fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))  # noqa: E731
     refused = [
         (lambda: fully_shard(3, mesh=mesh), TypeError, "module=3 must be an nn.Module"),
         (lambda: fully_shard(model, mesh=mesh, mp_policy="bf16"), TypeError, "mp_policy='bf16' must be torch's Mixed"),
         (lambda: FullyShard(model, Dense if ctx.rank else 3, mesh=mesh), TypeError, r"classes .* \(on rank 0\)"),
         (lambda: fully_shard(model.layers, mesh=mesh), ValueError, "a ModuleList has no forward"),
+        (lambda: fully_shard([model, model], mesh=mesh), ValueError, "a Hybrid is twice in the list of modules"),
+        (lambda: fully_shard([], mesh=mesh), ValueError, r"module=\[\] has nothing to shard"),
+        (lambda: fully_shard(model, mesh=mesh, strategy=[]), TypeError, r"strategy=\[\] must be a name"),
+        (lambda: fully_shard(nn.LazyLinear(4), mesh=mesh), ValueError, "weight is not initialized, .* once before"),
+        (lambda: fully_shard(model, mesh=mesh, ignored_params=3), TypeError, "ignored_params=3 must be parameters"),
+        (lambda: fully_shard(model, mesh=mesh, ignored_params={"0.weight"}), TypeError, "one of ignored_params='0.we"),
+        (lambda: fully_shard(model, mesh=mesh, ignored_params=iter(())), ValueError, "ignored_params gave nothing"),
+        (lambda: odd(output_dtype="x"), TypeError, "output_dtype of mp_policy='x' must be a torch.dtype"),
+        (lambda: odd(output_dtype=torch.int32), TypeError, "mp_policy=torch.int32 must be a dtype of floating-point"),
+        (lambda: odd(cast_forward_inputs="x"), TypeError, "cast_forward_inputs='x' must be True or False"),
         (lambda: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()), ValueError, "CPUOffloadPolicy is"),
         (lambda: fully_shard(model, mesh=mesh, reshard_after_forward="2"), TypeError, "False, an integer or None"),
         (lambda: fully_shard(model, mesh=mesh, reshard_after_forward=4), ValueError, "over 4 of the 2 ranks"),
@@ -839,6 +850,56 @@ def test_fully_shard_refuses_by_name(ctx):
     message_on_every_rank(ctx, error.value)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
     assert isinstance(sharded.layers[:2], nn.ModuleList) and isinstance(sharded, FSDPModule)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_leaves_ignored_params_alone_and_warns_of_those_that_are_not_the_models(ctx):
+    x, ignored = torch.ones(2, 4, device=ctx.device), lambda model: model[2].parameters()
+    for give, others in (
+        (ignored, 0),
+        (lambda model: [*ignored(model)], 0),
+        (lambda _: nn.Linear(4, 4).parameters(), 2),
+    ):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(ctx.device)
+        given = give(model)
+        if others:  # one set for all calls is as in torch
+            given = {*given, *model[2].parameters()}
+            fully_shard(model[0], mesh=mesh_of(ctx), ignored_params=given)
+        fully_shard(model, mesh=mesh_of(ctx), ignored_params=given)
+        assert not isinstance(model[2].weight, DTensor) and isinstance(model[0].weight, DTensor)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.filterwarnings("always", "fully_shard")
+            model(x)
+        assert [str(each.message)[:34] for each in warned] == ["fully_shard: 2 of ignored_params, "] * bool(others)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_face_reduces_by_require_backward_grad_sync_and_after_the_outer_no_sync(ctx, monkeypatch):
+    face, reductions, reduce = full_shard(ctx, 0), [], ParamGroup.reduce
+    monkeypatch.setattr(ParamGroup, "reduce", lambda *args: reductions.append(1) or reduce(*args))
+
+    def reduced():
+        before = len(reductions)
+        loss_of(face(own(ctx, batches(ctx, 1)[0]))).backward()
+        return len(reductions) > before
+
+    assert face.require_backward_grad_sync and reduced()
+    face.require_backward_grad_sync = False  # as of a loop that accumulates
+    with face.no_sync():
+        assert not reduced()
+    assert not reduced() and not face.require_backward_grad_sync
+    face.require_backward_grad_sync = True
+    with face.no_sync():
+        with face.no_sync():
+            pass
+        assert not reduced()
+    assert reduced()
+    face.module.set_requires_gradient_sync(False)
+    with face.no_sync():
+        pass
+    assert not reduced()
+    with pytest.raises(TypeError, match="FullyShard: require_backward_grad_sync='no' must be True or False"):
+        face.require_backward_grad_sync = "no"
 
 
 @pytest.mark.ranks(2)

@@ -37,6 +37,7 @@ import enum
 import itertools
 import logging
 import numbers
+import warnings
 import weakref
 
 import torch
@@ -136,6 +137,14 @@ class Engine:
         self.is_last_backward = True
         if not root.resident:
             _engines.add(self)
+            lost = set().union(*(unit.unfound for unit in found))
+            if lost := lost.difference(*(module.parameters() for module in root.modules)):
+                warnings.warn(
+                    f"fully_shard: {len(lost)} of ignored_params, as one of {tuple(next(iter(lost)).shape)}, are not "
+                    f"the model's, as those of another model, or from before something replaced them; pass those that "
+                    f"it has, to the calls on all modules around them",
+                    stacklevel=2,
+                )
 
     @property
     def slots(self) -> list[Slot]:
@@ -454,6 +463,7 @@ class Unit:
         self.name, self.contains, self.engine = type(modules[0]).__name__ if modules else "resident", False, None
         self.sync, self.reshard_after_backward, self.kept = True, True, False
         self.ignored: list[tuple[nn.Module, str]] = []  # places of parameters that it leaves alone
+        self.unfound: set[nn.Parameter] = set()  # what it was told to leave alone, but is not in it
         self.forward_prefetch, self.backward_prefetch, self.exposed = [], [], False
         self.leases, self.uses, self.missing, self.begun, self.owing = {}, 0, set(), False, set()
         self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive

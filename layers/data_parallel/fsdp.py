@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tkernels.comm.arguments import check_type, whole
+from tkernels.comm.arguments import check_flags, check_type, whole
 from tkernels.layers.data_parallel.engine import unit_of
 from tkernels.layers.data_parallel.fully_shard import fully_shard, ranks_of
 
@@ -83,11 +83,23 @@ class FullyShard(nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         """A context in which backward reduces no gradients: whole ones accumulate until a backward outside of it."""
-        self.module.set_requires_gradient_sync(False)
+        before = {unit: unit.sync for unit in map(unit_of, self.module.modules()) if unit is not None}
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self.module.set_requires_gradient_sync(True)
+            for unit, sync in before.items():
+                unit.sync = sync
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces: as no_sync sets it, for loops that set this attribute of torch's themselves."""
+        return unit_of(self.module).sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool):
+        check_flags("FullyShard", require_backward_grad_sync=sync)
+        self.module.set_requires_gradient_sync(sync)
 
     def zero_grad(self, set_to_none: bool = True):
         """Discard all gradients, also those that `no_sync` has accumulated."""

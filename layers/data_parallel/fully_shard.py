@@ -14,7 +14,7 @@ What runs underneath is engine.py; what it moves, param_group.py and layout.py. 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.arguments import check_flags, check_type, whole
+from tkernels.comm.arguments import check_flags, check_floating, check_type, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
@@ -47,7 +47,7 @@ def fully_shard(
     shard_placement_fn: Callable | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims=None,
     strategy: str = "parameters",
     prefetch: int = 1,
@@ -81,7 +81,8 @@ def fully_shard(
     mp_policy: torch's. The optimizer's parameters keep their dtype, so fp32 parameters with param_dtype=torch.bfloat16
         are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16. If it is wider
         than the parameters, backwards add up in it, in memory of as many elements beside `.grad`.
-    ignored_params: parameters to leave alone.
+    ignored_params: parameters to leave alone. One set may serve the calls on all parts of a model; the first forward
+        warns of what is in no part.
     prefetch: of the root: units that are gathered ahead, in the order learned from the last iteration. Each takes
         memory for one more unit.
     overlap: of the root: communicate on a stream of its own. False uses one stream, and gives the same bits.
@@ -99,7 +100,8 @@ def fully_shard(
     ranks = ranks_of(mesh, strategy)
     device = ranks.contexts[0].device
     with ranks.checking():
-        check_type("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy, "torch's MixedPrecisionPolicy")
+        _check_policy(mp_policy)
+        check_type("fully_shard: strategy", strategy, str, "a name")
         if strategy not in STRATEGIES:
             raise ValueError(f"fully_shard: strategy={strategy!r} is unknown; use one of {', '.join(STRATEGIES)}")
         reshard_after_forward = _reshards(reshard_after_forward, ranks.parts)
@@ -107,7 +109,7 @@ def fully_shard(
         whole("fully_shard: prefetch", prefetch)
         check_flags("fully_shard", overlap=overlap)
         managed = _managed_modules(modules)
-        places = _parameters_of(modules, managed, ignored_params or set())
+        places = _parameters_of(modules, managed, ignored := _ignored(ignored_params))
         for part in managed:
             _check_module(part)
         for name, homes in places.items():
@@ -140,8 +142,9 @@ def fully_shard(
     ]
     options = STRATEGIES[strategy], Options(prefetch, overlap)
     unit = Unit(modules, groups, ranks, mp_policy, reshard_after_forward, *options, device)
-    for part in managed if ignored_params else ():
-        unit.ignored += [(part, name) for name, each in part._parameters.items() if each in ignored_params]
+    for part in managed if ignored else ():
+        unit.ignored += [(part, name) for name, each in part._parameters.items() if each in ignored]
+    unit.unfound = ignored.difference(*(part._parameters.values() for part in managed))
     for group in groups:
         own([parameter.sharded for parameter in group.parameters], unit)
     for part in managed:
@@ -363,6 +366,23 @@ def _reshards(asked: bool | int | None, parts: int) -> bool | None:
     return asked != 1
 
 
+def _check_policy(policy: MixedPrecisionPolicy):
+    check_type("fully_shard: mp_policy", policy, MixedPrecisionPolicy, "torch's MixedPrecisionPolicy")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        check_floating(f"fully_shard: {name} of mp_policy", getattr(policy, name))
+    check_flags("fully_shard: mp_policy", cast_forward_inputs=policy.cast_forward_inputs)
+
+
+def _ignored(parameters) -> set[nn.Parameter]:
+    check_type("fully_shard: ignored_params", parameters, Iterable | None, "parameters, as module.parameters() gives")
+    ignored = [] if parameters is None else [*parameters]
+    for each in ignored:
+        check_type("fully_shard: one of ignored_params", each, nn.Parameter, "an nn.Parameter, not its name")
+    if isinstance(parameters, Iterator) and not ignored:
+        raise ValueError("fully_shard: ignored_params gave nothing, as a generator that was used up; pass a set")
+    return set(ignored)
+
+
 def _refuse_options(shard_placement_fn, offload_policy, dp_mesh_dims):
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise ValueError("fully_shard: CPUOffloadPolicy is not supported; leave offload_policy out")
@@ -393,8 +413,12 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
             for child in module.children():
                 collect(child, False)
 
+    if not modules:
+        raise ValueError("fully_shard: module=[] has nothing to shard; pass a module, or a list of them")
     for module in modules:
         collect(module, True)
+        if modules.count(module) > 1:
+            raise ValueError(f"fully_shard: a {type(module).__name__} is twice in the list of modules; pass it once")
     return list(managed)
 
 
@@ -448,17 +472,18 @@ def _check_module(module: nn.Module):
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy, mesh: DeviceMesh):
+    if (other := getattr(parameter, _SHARDED, None)) is None:
+        check_free(f"fully_shard: {name}", parameter)
     if parameter.dim() == 0 or parameter.numel() == 0:
         raise ValueError(
             f"fully_shard: {name} of shape {tuple(parameter.shape)} has no rows to split; give it a dimension and an "
             f"element, or pass it in ignored_params"
         )
-    if (other := getattr(parameter, _SHARDED, None)) is not None:
+    if other is not None:
         raise ValueError(
             f"fully_shard: {name} is tied to {other}, which is sharded in another unit; shard the modules that share "
             f"it together, as fully_shard([a, b])"
         )
-    check_free(f"fully_shard: {name}", parameter)
     if parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"fully_shard: {name} has a hook of register_post_accumulate_grad_hook, which would take its gradient "
