@@ -54,6 +54,45 @@ def check_flags(caller: str, **flags):
         check_type(f"{caller}: {name}", value, bool, "True or False")
 
 
+def refuse_torchs(caller: str, names):
+    """Raise TypeError for arguments, by their names, that `caller` has not, as those of torch's class of its kind."""
+    if names:
+        raise TypeError(
+            f"{caller}: there is no {', '.join(f'{name}=' for name in names)}; the ranks, torch's process_group=, are "
+            f"mesh=, and its other options have no use here: leave them out"
+        )
+
+
+def not_here(caller: str, **ways_out: str):
+    """A class decorator: these methods of others' classes raise NotImplementedError, which says the way out."""
+
+    def add(kind: type) -> type:
+        for name, way_out in ways_out.items():
+
+            def refuse(self, *arguments, _message=f"{caller}: there is no {name} here; {way_out}", **options):
+                raise NotImplementedError(_message)
+
+            setattr(kind, name, refuse)
+        return kind
+
+    return add
+
+
+def check_streams(caller: str, dev, device: torch.device | None, **streams):
+    """Raise TypeError for what has no streams, for torch's module of another device, and for no stream of `dev`.
+
+    streams: by name; None stands for a default.
+    """
+    name, wanted = getattr(dev, "__name__", reprlib.repr(dev)), f"torch.{device.type}" if device else "torch.cuda"
+    has_them = all(callable(getattr(dev, each, None)) for each in ("Stream", "current_stream", "stream"))
+    if not has_them or device and name in ("torch.cpu", "torch.cuda") and name != wanted:
+        raise TypeError(f"{caller}: dev={name} must be {wanted}, or another that has its streams; leave it out")
+    for name, stream in streams.items():
+        if stream is not None:
+            kind = type(dev.current_stream())
+            check_type(f"{caller}: {name}", stream, kind, f"a {kind.__name__}, or None for the default")
+
+
 def check_tensors(operation: str, **operands):
     """Raise TypeError for operands, by name, that are no tensors and don't stand for one in a trace."""
     for name, value in operands.items():

@@ -1004,12 +1004,19 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
         torchs(OverlappedDDP(copy.deepcopy(model), mesh=ctx))
     with pytest.raises(ValueError, match="nothing to train"):
         OverlappedDDP(copy.deepcopy(model).requires_grad_(False), mesh=ctx)
+    with pytest.raises(ValueError, match="weight is not initialized, as a lazy module's; run the model once before"):
+        OverlappedDDP(nn.LazyLinear(4).to(ctx.device), mesh=ctx)
+    ddp = OverlappedDDP(model, mesh=ctx)
     with pytest.raises(RuntimeError, match="no shards to gather"):
-        OverlappedDDP(model, mesh=ctx).start_param_sync()
+        ddp.start_param_sync()
+    with pytest.raises(TypeError, match="finish_grad_sync: stream=3 must be a .*Stream, or None"):
+        ddp.finish_grad_sync(3)
 
     instances, dtype = {"num_distributed_optimizer_instances": 3}, {"grad_dtype": torch.float64}
-    words = [{name: "False"} for name in ("average", "overlap_param_gather", "grad_dtype")]
-    for wrong in ({"bucket_size": 0}, {"bucket_size": "40M"}, instances, dtype, *words):
+    words = [{name: "False"} for name in ("average", "overlap_param_gather", "grad_dtype", "comm_stream", "dev")]
+    counts = [{"num_distributed_optimizer_instances": count} for count in ("2", None, 2.0)]
+    others = {"backend": []}, {"dev": torch.cuda if ctx.device.type == "cpu" else torch.cpu}
+    for wrong in ({"bucket_size": 0}, {"bucket_size": "40M"}, instances, dtype, *others, *words, *counts):
         with pytest.raises((TypeError, ValueError), match=r"^OverlappedDDP: .* \(on rank 1\)$") as error:
             OverlappedDDP(model, mesh=ctx, **(wrong if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, error.value)
@@ -1042,6 +1049,45 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
     for call in (ddp.zero_grad, ddp.finish_grad_sync):
         with pytest.raises(LeaseError, match="it was removed from its module"):
             call()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_called_as_torchs_or_megatrons_is_told_what_to_pass(ctx):
+    model, group = nn.Linear(4, 4).to(ctx.device), ctx.group.process_group
+    torchs = ("device_ids", "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+    for name in torchs:
+        with pytest.raises(TypeError, match=f"OverlappedDDP: there is no {name}=; .* process_group=, are mesh="):
+            OverlappedDDP(model, **{name: None})
+    for given in ((model, group), (None, None, model)):
+        with pytest.raises(TypeError, match="takes the module alone without a name, .*; pass a group as mesh="):
+            OverlappedDDP(*given)
+    model = nn.ParameterList([torch.ones(2)]).to(ctx.device)
+    ddp = OverlappedDDP(model, mesh=ctx)
+    for name in ("join", "register_comm_hook", "broadcast_params", "zero_grad_buffer", "scale_gradients"):
+        with pytest.raises(NotImplementedError, match=f"OverlappedDDP: there is no {name} here; [a-z]"):
+            getattr(ddp, name)(0.5)
+    ddp.remove()
+    with pytest.raises(NotImplementedError, match=r"no clip_grad_norm_ here; call torch.nn.utils.clip_grad_norm_\("):
+        FullyShard(nn.Sequential(nn.Linear(4, 4)).to(ctx.device), nn.Linear, mesh=ctx).clip_grad_norm_(1.0)
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_warns_of_running_statistics_which_ranks_have_of_their_own(ctx):
+    def norms(**options):
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **options)).to(ctx.device)
+
+    def warned(module):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for parameter in module.parameters():
+                parameter.data.fill_(1.0)
+            OverlappedDDP(module, mesh=ctx).remove()
+        return [str(each.message) for each in found if "OverlappedDDP" in str(each.message)]
+
+    (message,) = warned(norms())
+    assert "running statistics of 1 are not synchronised" in message and "convert_sync_batchnorm, or" in message
+    assert not warned(norms(track_running_stats=False))
+    assert not warned(nn.SyncBatchNorm.convert_sync_batchnorm(norms()))
 
 
 @pytest.mark.ranks(2)
@@ -1349,6 +1395,26 @@ def test_overlapped_ddp_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
             pass
         assert not ddp.hooks.counting
     assert ddp.hooks.counting == overlap
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlapped_ddp_reduces_in_the_backwards_that_require_backward_grad_sync_says(overlap, monkeypatch):
+    reductions, counts, reduce = [], [], ParamBucket.reduce
+    monkeypatch.setattr(ParamBucket, "reduce", lambda bucket: reductions.append(bucket) or reduce(bucket))
+    simulated = Simulated(overlap_grad_reduce=overlap)
+    ddp = simulated.ddp
+    reductions.clear()
+    for sync in (False, False, True):  # as loops that accumulate set it
+        ddp.require_backward_grad_sync = sync
+        with simulated.sim.stream(simulated.one):
+            (simulated.a(torch.ones(64)).sum() + simulated.b(torch.ones(64)).sum()).backward()
+        counts.append(len(reductions))
+        with ddp.no_sync():
+            assert not ddp.require_backward_grad_sync
+        assert ddp.require_backward_grad_sync == sync
+    assert counts == [0, 0, len(ddp.buckets)]
+    with pytest.raises(TypeError, match="OverlappedDDP: require_backward_grad_sync='no' must be True or False"):
+        ddp.require_backward_grad_sync = "no"
 
 
 def test_overlapped_ddp_only_what_may_have_been_updated_is_gathered_again(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tkernels.comm import as_context, current_context
-from tkernels.layers.data_parallel.wire import open_wire
+from tkernels.layers.data_parallel.wire import check_backend, open_wire
 from tkernels.testing.compare import integers
 
 BACKENDS = ["tkernels", "torch"]
@@ -79,7 +79,7 @@ def test_a_backend_takes_what_it_can_use(ctx):
         with pytest.raises(TypeError, match="^test: mesh: takes a Context, a ProcessGroup or a DeviceMesh .*, not int"):
             open_wire("test", backend, 2)
     with pytest.raises(ValueError, match="test: backend='nccl' is unknown; use 'tkernels' or 'torch'"):
-        open_wire("test", "nccl", ctx)
+        check_backend("test", "nccl")
 
 
 @pytest.mark.ranks(1)

@@ -38,16 +38,24 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from tkernels.comm.arguments import check_flags, check_torch_dtype, check_type
+from tkernels.comm.arguments import (
+    check_flags,
+    check_streams,
+    check_torch_dtype,
+    check_type,
+    not_here,
+    refuse_torchs,
+    whole,
+)
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.group import checksum
+from tkernels.comm.group import checksum, listed
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
 from tkernels.layers.data_parallel.norms import counts, in_common, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, UpdatedValues
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
-from tkernels.layers.data_parallel.wire import Wire, open_wire, stream_beside
+from tkernels.layers.data_parallel.wire import Wire, check_backend, open_wire, stream_beside
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_partial, is_split
@@ -60,6 +68,14 @@ class State(enum.Enum):
     OPEN = "open"
 
 
+@not_here(
+    "OverlappedDDP",
+    join="every rank must run as many backwards, so end the loops of all ranks alike",
+    register_comm_hook="pass grad_dtype=, the dtype in which gradients are summed",
+    broadcast_params="begin with the same parameters, as by one seed or a broadcast of rank 0's",
+    zero_grad_buffer="call zero_grad()",
+    scale_gradients="scale the loss",
+)
 class OverlappedDDP(nn.Module):
     """Collective. Wraps a module and averages its gradients over the ranks, overlapped with backward.
 
@@ -89,7 +105,8 @@ class OverlappedDDP(nn.Module):
     A gradient is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
     `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of `no_sync` reduces: all ranks
     must run the same number of them. One that fails discards the gradients since the last step. Buffers are not
-    synchronised. Hooks that users register see a rank's own gradient; an optimizer's step in one raises LeaseError.
+    synchronised; batch norms are warned of. Hooks that users register see a rank's own gradient; an optimizer's step in
+    one raises LeaseError.
 
     Raises ValueError or TypeError for options or parameters that are not supported, MismatchError if ranks disagree on
     parameters or options; on every rank, whichever it concerns.
@@ -98,7 +115,7 @@ class OverlappedDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        *,
+        *others,
         mesh: MeshLike = None,
         bucket_size: int | None = None,
         overlap_grad_reduce: bool = True,
@@ -110,10 +127,18 @@ class OverlappedDDP(nn.Module):
         comm_stream=None,
         backend: str = "tkernels",
         dev=None,
+        **unknown,
     ):
         super().__init__()
-        whole = open_wire("OverlappedDDP", backend, mesh)
-        with whole.group.checking():
+        refuse_torchs("OverlappedDDP", unknown)
+        if others:
+            raise TypeError(
+                f"OverlappedDDP: takes the module alone without a name, not {len(others) + 1} arguments; pass a group "
+                f"as mesh=, of Megatron's (config, ddp_config, module) the last, and what the others say by name"
+            )
+        wire = open_wire("OverlappedDDP", backend, mesh)
+        with wire.group.checking():
+            check_backend("OverlappedDDP", backend)
             check_type("OverlappedDDP: module", module, nn.Module, "an nn.Module")
             flags = dict(overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather)
             if use_distributed_optimizer is not None:
@@ -122,7 +147,8 @@ class OverlappedDDP(nn.Module):
             if grad_dtype is not None:
                 check_torch_dtype("OverlappedDDP: grad_dtype", grad_dtype)
             params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-            needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
+            instances = whole("OverlappedDDP: num_distributed_optimizer_instances", num_distributed_optimizer_instances)
+            needs_shards = overlap_param_gather or instances > 1
             sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer
             if needs_shards and not sharded:
                 raise ValueError(
@@ -137,36 +163,37 @@ class OverlappedDDP(nn.Module):
                     "OverlappedDDP: the module is or has one of torch's DistributedDataParallel, which reduces its "
                     "gradients; wrap what that wraps"
                 )
-            _check_parameters(params, whole, grad_dtype)
-            if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
+            _check_parameters(params, wire, grad_dtype)
+            if instances < 1 or wire.size % instances:
                 raise ValueError(
-                    f"OverlappedDDP: num_distributed_optimizer_instances={num_distributed_optimizer_instances} must "
-                    f"divide the {whole.size} ranks"
+                    f"OverlappedDDP: num_distributed_optimizer_instances={instances} must divide the {wire.size} ranks"
                 )
+            device = next(iter(params.values())).device
+            dev = torch.get_device_module(device) if dev is None else dev
+            check_streams("OverlappedDDP", dev, None if isinstance(backend, Wire) else device, comm_stream=comm_stream)
         if bucket_size is None:
-            bucket_size = max(40_000_000, 1_000_000 * whole.size) if overlap_grad_reduce else math.inf
+            bucket_size = max(40_000_000, 1_000_000 * wire.size) if overlap_grad_reduce else math.inf
         remove_owners(params.values(), OverlappedDDP)
         options = {
             "bucket_size": bucket_size,
             "use_distributed_optimizer": sharded,
-            "num_distributed_optimizer_instances": num_distributed_optimizer_instances,
+            "num_distributed_optimizer_instances": instances,
             "average": average,
             "grad_dtype": grad_dtype,
             "backend": backend,
         }
         layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
         for alike in (options, layouts):  # a parameter may have an option's name
-            whole.group.check_alike("OverlappedDDP", "options and parameters", alike, "pass the same on all")
-        whole.group.check_alike(
+            wire.group.check_alike("OverlappedDDP", "options and parameters", alike, "pass the same on all")
+        wire.group.check_alike(
             "OverlappedDDP", "values", {name: checksum(param) for name, param in params.items()},
             "begin with the same parameters (one seed, or a broadcast of rank 0's)",
         )  # fmt: skip
 
-        dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
         self.module, self.dev, self.sharded = module, dev, sharded
-        self.comm_stream = stream_beside(whole.ctx, dev) if comm_stream is None else comm_stream
+        self.comm_stream = stream_beside(wire.ctx, dev) if comm_stream is None else comm_stream
         self.overlap_param_gather = overlap_param_gather
-        self.levels = Levels(whole, sharded, num_distributed_optimizer_instances, average)
+        self.levels = Levels(wire, sharded, instances, average)
         self.buckets = [
             ParamBucket(f"bucket {index}", members, grad_dtype, self.levels, self.comm_stream, dev)
             for index, members in enumerate(
@@ -186,9 +213,9 @@ class OverlappedDDP(nn.Module):
             names=[names[param] for param in self.bucket_of],
             passes=self,
         )
-        self.hooks.counting = overlap_grad_reduce
         own([*self.bucket_of, *self.shards], self)
-        self.removed, self._sync = False, True
+        self.removed, self.overlap_grad_reduce = False, overlap_grad_reduce
+        self.require_backward_grad_sync = True
         self.handed_out = not self.sharded  # whether somebody has asked for the shards
         self._told = False  # of gradients that somebody has changed
         self._waits = SimpleNamespace(whole=False)
@@ -202,6 +229,7 @@ class OverlappedDDP(nn.Module):
         self.handles = refuse_assignment(module)
         # torch's DistributedDataParallel around this one finds nothing to train, and says so.
         self._ddp_params_and_buffers_to_ignore = {f"module.{name}" for name in params}
+        _warn_of_statistics(module, wire)
         if self.sharded:
             self.handles += wait_in_modules(module, self.bucket_of, self._waits)
 
@@ -245,12 +273,21 @@ class OverlappedDDP(nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         """A context for all backward passes of a step except the last: gradients accumulate and no reduction starts."""
-        before = self._sync, self.hooks.counting
-        self._sync = self.hooks.counting = False
+        before, self.require_backward_grad_sync = self._sync, False
         try:
             yield
         finally:
-            self._sync, self.hooks.counting = before
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces: as no_sync sets it, for loops that set this attribute of torch's themselves."""
+        return self._sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool):
+        check_flags("OverlappedDDP", require_backward_grad_sync=sync)
+        self._sync, self.hooks.counting = sync, sync and self.overlap_grad_reduce
 
     @torch._disable_dynamo
     def start_grad_sync(self):
@@ -274,6 +311,7 @@ class OverlappedDDP(nn.Module):
         called for may use gradients. Raises ValueError for a parameter in a shard that was frozen after the module was
         wrapped, LeaseError for a gradient that came too late and was not reported.
         """
+        check_streams("finish_grad_sync", self.dev, None, stream=stream)
         self.start_grad_sync()
         self._finish(self.dev.current_stream() if stream is None else stream)
 
@@ -658,6 +696,19 @@ class OverlappedDDP(nn.Module):
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, each in self.module.named_parameters() if each is parameter)
+
+
+def _warn_of_statistics(module: nn.Module, wire: Wire):
+    """Warn of running statistics, which each rank has of its own batches, while torch's wrapper keeps rank 0's."""
+    norms = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    found = [name for name, part in norms if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
+    if found and wire.size > 1:
+        warnings.warn(
+            f"OverlappedDDP: the running statistics of {listed(found)} are not synchronised, so that ranks would "
+            f"evaluate differently; convert the module before, by torch.nn.SyncBatchNorm.convert_sync_batchnorm, or "
+            f"broadcast these buffers before you evaluate or save",
+            stacklevel=3,
+        )
 
 
 def _kind(parameter: nn.Parameter) -> tuple:

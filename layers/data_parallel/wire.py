@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import tkernels
 from tkernels.comm import collectives, runtime, stream_order
+from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
 from tkernels.comm.contexts import programs_at_once, shared_over
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
@@ -18,6 +19,7 @@ from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
 def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wire":
     """The Wire of a backend. If `backend` is a Wire, it is returned as it is.
 
+    Any other is one of "tkernels", for ranks to meet that refuse it together, by `check_backend`.
     mesh: the ranks, as in `tkernels.comm.as_context`; for backend "torch" None is torch's default group, and no context
         is made.
 
@@ -25,11 +27,17 @@ def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wir
     """
     if isinstance(backend, Wire):
         return backend
-    if backend == "tkernels":
-        return TkernelsWire(as_context(mesh, f"{caller}: mesh"))
-    if backend == "torch":
+    if isinstance(backend, str) and backend == "torch":
         return TorchWire(group_of(mesh, f"{caller}: mesh"))
-    raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
+    return TkernelsWire(as_context(mesh, f"{caller}: mesh"))
+
+
+def check_backend(caller: str, backend):
+    """Raises TypeError or ValueError for what `open_wire` doesn't know."""
+    if not isinstance(backend, Wire):
+        check_type(f"{caller}: backend", backend, str, "'tkernels' or 'torch'")
+        if backend not in ("tkernels", "torch"):
+            raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
 
 
 def stream_beside(ctx: Context | None, dev):

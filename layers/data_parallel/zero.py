@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
-from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type
+from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type, refuse_torchs
 from tkernels.comm.collectives import announce, barrier
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
@@ -31,7 +31,7 @@ from tkernels.layers.data_parallel.layout import ALIGN, in_buckets, not_elementw
 from tkernels.layers.data_parallel.norms import check_norm, check_stage, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
-from tkernels.layers.data_parallel.wire import open_wire
+from tkernels.layers.data_parallel.wire import check_backend, open_wire
 from tkernels.layers.marks import is_partial, is_split
 from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners
 
@@ -118,6 +118,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         pipeline: MeshLike = None,
         **options,
     ):
+        torchs = ("process_group", "parameters_as_bucket_view", "overlap_with_ddp")  # of its ZeroRedundancyOptimizer
+        refuse_torchs("ZeroOptimizer", [name for name in torchs if name in options])
         self.ctx = as_context(mesh, "ZeroOptimizer: mesh")
         with self.ctx.group.checking():
             groups, self._names, meshes = _param_groups(params)
@@ -151,6 +153,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         contexts = {p: self.ctx if theirs is None else as_context(theirs) for p, theirs in meshes.items()}
         self._tensor_parallel = None if tensor_parallel is None else as_context(tensor_parallel)
         with self.ctx.group.checking():
+            check_backend("ZeroOptimizer", backend)
             self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
             _check_parameters(contexts, self._names, self._wires, reduce_dtype, tensor_parallel)
         remove_owners(contexts, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers

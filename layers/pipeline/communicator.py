@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import numbers
 import os
-import reprlib
 import warnings
 import weakref
 from collections import Counter, deque
@@ -30,7 +29,15 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tkernels.comm import runtime
-from tkernels.comm.arguments import check_dense, check_flags, check_resolved, check_torch_dtype, check_type, whole
+from tkernels.comm.arguments import (
+    check_dense,
+    check_flags,
+    check_resolved,
+    check_streams,
+    check_torch_dtype,
+    check_type,
+    whole,
+)
 from tkernels.comm.calls import DTYPES
 from tkernels.comm.context import MeshLike, as_context, group_of
 from tkernels.comm.contexts import open_contexts
@@ -184,7 +191,7 @@ class P2PCommunicator:
                 check_torch_dtype("P2PCommunicator: dtype", dtype)
             self.device = torch.device("cpu") if own else runtime.device()
             self.dev = torch.get_device_module(self.device) if dev is None else dev
-            _check_streams(self.dev, stream, None if own else self.device)
+            check_streams("P2PCommunicator", self.dev, None if own else self.device, stream=stream)
             self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
             if backend == "tkernels" and self.size > 1:
                 _check_queues()
@@ -518,17 +525,6 @@ def _check_queues():
             f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}: with fewer than 8 queues, a "
             f"kernel that waits for a peer can hold up those that the peer waits for; unset it"
         )
-
-
-def _check_streams(dev, stream, device: torch.device | None):
-    """Raise TypeError for what has no streams, for torch's module of another device, and for no stream of `dev`."""
-    name, wanted = getattr(dev, "__name__", reprlib.repr(dev)), f"torch.{device.type}" if device else "torch.cuda"
-    streams = all(callable(getattr(dev, each, None)) for each in ("Stream", "current_stream", "stream"))
-    if not streams or device and name in ("torch.cpu", "torch.cuda") and name != wanted:
-        raise TypeError(f"P2PCommunicator: dev={name} must be {wanted}, or another that has its streams; leave it out")
-    if stream is not None:
-        kind = type(dev.current_stream())
-        check_type("P2PCommunicator: stream", stream, kind, f"a {kind.__name__}, or None for one per edge")
 
 
 def _of_tensors(config, dtype, variable_seq_lengths: bool, size: int) -> tuple[torch.dtype, bool]:
