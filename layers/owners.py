@@ -115,14 +115,19 @@ def disown(parameters, owner):
         setattr(parameter, _OWNERS, _References(kept))
 
 
+def check_initialized(what: str, parameter):
+    """Raises ValueError for a lazy module's parameter, which has no shape yet. what: as of `check_free`."""
+    if is_lazy(parameter):
+        raise ValueError(f"{what} is not initialized, as a lazy module's; run the model once before, on its inputs")
+
+
 def check_free(what: str, parameter, *successors: type):
     """Raises ValueError if a parameter has an owner, but for those of the kinds that a new one takes the place of.
 
     Or if it has no shape yet; and LeaseError if its last one left it in parts. what: the caller and the parameter, for
     the error.
     """
-    if is_lazy(parameter):
-        raise ValueError(f"{what} is not initialized, as a lazy module's; run the model once before, on its inputs")
+    check_initialized(what, parameter)
     check_whole(parameter)
     for reference in reversed(getattr(parameter, _OWNERS, ())):
         if (owner := reference()) is not None and not isinstance(owner, successors):

@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from streams import Simulator, subsets
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from transports import gpu_only, message_on_every_rank
@@ -824,6 +825,11 @@ def test_zero_optimizer_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
 
 REFUSED = {
     "stage=3 is unknown; use 1 or 2": {"stage": 3},
+    "stage=2.0 is unknown; use 1 or 2": {"stage": 2.0},
+    "stage=True is unknown; use 1 or 2": {"stage": True},
+    "SparseAdam takes sparse gradients": {"optimizer_class": torch.optim.SparseAdam},
+    "of shape [4] is computed from others": {"params": lambda p: [2 * p]},
+    "a parameter is not initialized, as a lazy module's": {"params": lambda p: nn.LazyLinear(4).parameters()},
     "backend='nccl' is unknown": {"backend": "nccl"},
     "bucket_bytes=0 must be positive": {"bucket_bytes": 0},
     "needs overlap_comm=True": {"overlap_comm": False, "overlap_gather": nn.Linear(1, 1)},
@@ -875,6 +881,7 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         ("takes a Context", {"tensor_parallel": "tp"}),
         ("parameter=3 must be a tensor", {"params": [3]}),
         ("a param group is a dict with params, not {}", {"params": [{}]}),
+        ("params of a group=3 must be parameters", {"params": [{"params": 3}]}),
         ("params=3 must be parameters, or groups of them", {"params": 3}),
         ("takes a Context", {"params": [{"params": [parameter], "mesh": "x"}]}),
     ):
@@ -885,6 +892,15 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         with pytest.raises((TypeError, MismatchError), match="on rank 1|of rank 0 and rank 1 differ") as refused:
             ZeroOptimizer(**arguments | (change if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, refused.value)
+    for name in ("process_group", "parameters_as_bucket_view"):
+        with pytest.raises(TypeError, match=f"there is no {name}=; .* torch's process_group=, are mesh="):
+            ZeroOptimizer([parameter], torch.optim.SGD, lr=1.0, **{name: None})
+    zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0)
+    refusals = (lambda: zero.step(3), "step: closure=3 must be"), (lambda: zero.scale("x"), "scale: loss='x'")
+    for call, message in refusals:
+        with pytest.raises(TypeError, match=f"ZeroOptimizer.*{message}"):
+            call()
+    zero.remove()
     with pytest.raises(ValueError, match="Invalid learning rate") as refused:  # kept, and with it what its frames hold
         ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=-1.0)
     parameter.sum().backward()
@@ -936,6 +952,18 @@ def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anyt
     zero.load_state_dict(sharded)
     zero.load_full_state_dict(full)
     assert torch.equal(parameter, kept)
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_state_is_told_to_whoever_reads_it_as_one_of_torchs_and_saved_as_a_plain_one(ctx, tmp_path):
+    model = nn.Linear(8, 8).to(ctx.device)
+    zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh=ctx, lr=0.5, momentum=0.9)
+    with pytest.raises(TkernelsError, match="state_dict has no 'state': .*; save it as it is, .*, or full_state_dict"):
+        get_state_dict(model, zero)
+    torch.save(zero.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert type(state) is collections.OrderedDict and "state" not in state
+    zero.load_state_dict(state)
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,8 @@ import itertools
 import math
 import reprlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 
 import torch
@@ -33,7 +34,7 @@ from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import check_backend, open_wire
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners
+from tkernels.layers.owners import check_free, check_initialized, disown, own, owner_of, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 REFRESH = "call refresh_masters() after such a change, on all ranks"
@@ -246,6 +247,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on: multiplied by `loss_scale`, if there is one."""
+        check_tensors("ZeroOptimizer.scale", loss=loss)
         return loss if self.loss_scale is None else loss * self.loss_scale
 
     @contextlib.contextmanager
@@ -276,6 +278,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         closure: called first, with gradients enabled; `step` returns its value, as torch optimizers do.
         """
+        check_type("ZeroOptimizer.step: closure", closure, Callable | None, "a function that returns the loss")
         self._engine.check()
         thawed = next((self._names[parameter] for parameter in self._frozen if parameter.requires_grad), None)
         if thawed is not None:
@@ -400,12 +403,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         As in torch's optimizers, its tensors are those in use: copy.deepcopy it to be able to go back to it after more
         steps.
         """
-        return {
-            "layout": self._layout,
-            "optimizer": self.optimizer.state_dict(),
-            "masters": [bucket.flat for bucket in self._buckets],
-            "loss_scale": (self.loss_scale, self._steps_at_scale),
-        }
+        return _RankState(
+            {
+                "layout": self._layout,
+                "optimizer": self.optimizer.state_dict(),
+                "masters": [bucket.flat for bucket in self._buckets],
+                "loss_scale": (self.loss_scale, self._steps_at_scale),
+            }
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict):
@@ -510,6 +515,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.loss_scale = state["loss_scale"]
 
 
+class _RankState(dict):
+    """A rank's own state. Whoever takes it for one of torch's optimizers is told; a copy of it is an OrderedDict."""
+
+    def __missing__(self, key):
+        raise TkernelsError(
+            f"ZeroOptimizer.state_dict has no {key!r}: it is a rank's part, which torch's get_state_dict and "
+            f"get_optimizer_state_dict can't read; save it as it is, a file for each rank, or full_state_dict()"
+        )
+
+    def __reduce__(self):
+        return OrderedDict, ([*self.items()],)
+
+
 def _param_groups(params) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, MeshLike]]:
     """Groups with lists of parameters; names of all of them, in order; the mesh of those that require gradients."""
     check_type("ZeroOptimizer: params", params, Iterable, "parameters, or groups of them, as torch's optimizers take")
@@ -523,10 +541,17 @@ def _param_groups(params) -> tuple[list[dict], dict[torch.Tensor, str], dict[tor
         if group.get("mesh") is not None:
             group_of(group["mesh"], "ZeroOptimizer: a param group's mesh")
         theirs = group["params"]
+        check_type("ZeroOptimizer: params of a group", theirs, Iterable, "parameters")
         theirs = [theirs] if isinstance(theirs, torch.Tensor) else list(theirs)
         named = [each if isinstance(each, tuple) else ("", each) for each in theirs]  # as named_parameters() has them
         for name, parameter in named:
             check_tensors("ZeroOptimizer", parameter=parameter)
+            check_initialized(f"ZeroOptimizer: {name or 'a parameter'}", parameter)
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"ZeroOptimizer: {name or 'a parameter'} of shape {list(parameter.shape)} is computed from others, "
+                    f"so that no gradient comes to it; pass the parameters that it is made of"
+                )
             if parameter in names:
                 raise ValueError(f"ZeroOptimizer: {names[parameter]} occurs twice in params")
             names[parameter] = name or f"parameter {len(names)} of shape {list(parameter.shape)}"
@@ -556,7 +581,7 @@ def _check(ctx: Context, asked: dict, kind: str | None):
     """
     ctx.group.check_alike("ZeroOptimizer", "options", asked, "all must pass the same")
     for name, values in CHOICES.items():
-        if asked[name] not in values:
+        if type(asked[name]) is not type(values[0]) or asked[name] not in values:
             raise ValueError(f"ZeroOptimizer: {name}={asked[name]!r} is unknown; use {' or '.join(map(repr, values))}")
     for name in ("bucket_bytes", "max_norm", "loss_scale"):
         value = asked[name]
@@ -569,6 +594,8 @@ def _check(ctx: Context, asked: dict, kind: str | None):
         raise ValueError("ZeroOptimizer: overlap_gather needs overlap_comm=True: without it there is no other stream")
     if kind == "LBFGS":
         raise ValueError("ZeroOptimizer: LBFGS takes products over all parameters, which no rank has")
+    if "SparseAdam" in asked["optimizer_class"]:
+        raise ValueError("ZeroOptimizer: SparseAdam takes sparse gradients, and sums over ranks are dense; take Adam")
     if asked["partition"] == "elements" and kind is not None:
         raise ValueError(f"ZeroOptimizer: {kind} looks at whole parameters; pass partition='parameters'")
 
