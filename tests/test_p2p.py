@@ -1,6 +1,8 @@
 """P2P: what is sent is not given away before it was read, and nothing waits for that; handles, shapes, and misuse."""
 
+import copy
 import gc
+import pickle
 import time
 import uuid
 import warnings
@@ -422,6 +424,9 @@ def test_deallocate_output_tensor_takes_megatrons_arguments():
         deallocate_output_tensor(out, *flag)
     deallocate_output_tensor(out, deallocate_pipeline_outputs=False)
     assert out.numel() == 3
+    for flag in ("False", 1):
+        with pytest.raises(TypeError, match=f"deallocate_pipeline_outputs={flag!r} must be True or False"):
+            deallocate_output_tensor(out, flag)
     deallocate_output_tensor(None)
     deallocate_output_tensor([out], deallocate_pipeline_outputs=True)
     assert out.numel() == 1
@@ -472,6 +477,25 @@ def test_p2p_communicator_wrong_arguments_are_refused_by_name():
     for wrong in ({"producers": 3}, {"producers": ["main"]}, {"home": "main"}):
         with pytest.raises(TypeError, match="isend: .* must be a .*tream"):
             comm.isend(torch.ones(1), 1, **wrong)
+    t, shape = torch.ones(1, dtype=torch.bfloat16), (1,)
+    for call, name in (
+        (lambda: comm.recv_forward(shape, "x"), "is_first_stage"),
+        (lambda: comm.recv_backward(shape, "x"), "is_last_stage"),
+        (lambda: comm.send_forward(t, "x"), "is_last_stage"),
+        (lambda: comm.send_backward(t, "x"), "is_first_stage"),
+        (lambda: comm.send_forward_recv_backward(t, shape, "x"), "is_last_stage"),
+        (lambda: comm.send_backward_recv_forward(t, shape, "x"), "is_first_stage"),
+        (lambda: comm.send_forward_recv_forward(None, "x", shape), "recv_prev"),
+        (lambda: comm.send_forward_recv_forward(None, False, shape, "x"), "overlap_p2p_comm"),
+        (lambda: comm.send_backward_recv_backward(None, "x", shape), "recv_next"),
+        (lambda: comm.send_forward_backward_recv_forward_backward(t, t, "x", False, shape), "recv_prev"),
+        (lambda: comm.send_forward_backward_recv_forward_backward(t, t, False, "x", shape), "recv_next"),
+    ):
+        with pytest.raises(TypeError, match=f"P2PCommunicator: {name}='x' must be True or False"):
+            call()
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="P2PCommunicator: .* can't be copied or pickled; keep it out of what is"):
+            copied(comm)
     options = {"variable_seq_lengths": True, "dev": sim, "stream": sim.Stream("any")}
     with pytest.raises(ValueError, match=r"variable_seq_lengths: sends up to 8 dimensions, not \(1, 1, 1"):
         P2PCommunicator(Ranks(0, 4), backend=Wire(sim), **options).send_forward(torch.ones([1] * 9), False)

@@ -211,6 +211,12 @@ class P2PCommunicator:
         self._dropped = Keepalive()  # buffers of receives whose home stream has not waited
         self._handles = weakref.WeakSet()
 
+    def __getstate__(self):
+        raise TypeError(
+            "P2PCommunicator: it belongs to its rank, and can't be copied or pickled; keep it out of what "
+            "is, and make one where it is needed"
+        )
+
     def agree(self, call: str, **options):
         """Collective for options that are new. Raises MismatchError, on every rank, for those in which ranks differ."""
         if self._agreed is not None and (key := (call, *options.items())) not in self._agreed:
@@ -305,12 +311,12 @@ class P2PCommunicator:
 
     def send_forward(self, output_tensors, is_last_stage: bool):
         """Send the activations to the next stage. Does nothing on the last stage."""
-        if not is_last_stage:
+        if not _at_the_end("send_next", is_last_stage):
             self._exchange(send={"send_next": output_tensors})
 
     def send_backward(self, input_tensor_grads, is_first_stage: bool):
         """Send the gradients to the previous stage. Does nothing on the first stage."""
-        if not is_first_stage:
+        if not _at_the_end("send_prev", is_first_stage):
             self._exchange(send={"send_prev": input_tensor_grads})
 
     def send_forward_recv_backward(self, output_tensors, tensor_shapes, is_last_stage: bool):
@@ -325,15 +331,13 @@ class P2PCommunicator:
 
     def send_forward_recv_forward(self, output_tensor, recv_prev: bool, tensor_shape, overlap_p2p_comm: bool = False):
         """Returns the activations, or None; with overlap_p2p_comm, (activations, handles by edge), not waited for."""
-        receive = {"recv_prev": tensor_shape} if recv_prev else {}
-        return self._one_way({"send_next": output_tensor}, receive, overlap_p2p_comm)
+        return self._one_way({"send_next": output_tensor}, tensor_shape, overlap_p2p_comm, recv_prev=recv_prev)
 
     def send_backward_recv_backward(
         self, input_tensor_grad, recv_next: bool, tensor_shape, overlap_p2p_comm: bool = False
     ):
         """Returns the gradients, or None; with overlap_p2p_comm, (gradients, handles by edge), not waited for."""
-        receive = {"recv_next": tensor_shape} if recv_next else {}
-        return self._one_way({"send_prev": input_tensor_grad}, receive, overlap_p2p_comm)
+        return self._one_way({"send_prev": input_tensor_grad}, tensor_shape, overlap_p2p_comm, recv_next=recv_next)
 
     def send_forward_backward_recv_forward_backward(
         self, output_tensor, input_tensor_grad, recv_prev: bool, recv_next: bool, tensor_shape, grad_shape=None
@@ -342,6 +346,7 @@ class P2PCommunicator:
 
         grad_shape: the shape of the gradients, if it differs from tensor_shape.
         """
+        check_flags("P2PCommunicator", recv_prev=recv_prev, recv_next=recv_next)
         receive = {"recv_prev": tensor_shape} if recv_prev else {}
         if recv_next:
             receive["recv_next"] = tensor_shape if grad_shape is None else grad_shape
@@ -352,9 +357,12 @@ class P2PCommunicator:
 
     def _swap(self, send: dict, edge: str, shapes, at_the_end: bool):
         """Send and receive with one neighbour; at that end of the pipeline there is none."""
-        return map_shapes(shapes, lambda _: None) if at_the_end else self._exchange(send, {edge: shapes})[edge]
+        end = _at_the_end(edge, at_the_end)
+        return map_shapes(shapes, lambda _: None) if end else self._exchange(send, {edge: shapes})[edge]
 
-    def _one_way(self, send: dict, receive: dict, overlap: bool):
+    def _one_way(self, send: dict, shape, overlap: bool, **wanted: bool):
+        check_flags("P2PCommunicator", overlap_p2p_comm=overlap, **wanted)
+        receive = {edge: shape for edge, flag in wanted.items() if flag}
         if not overlap:
             return next(iter(self._exchange(send, receive).values()), None)
         received, handles = self._start(send, receive)
@@ -510,6 +518,11 @@ class P2PCommunicator:
     def _check_receive(self, edge: str, shapes):
         self._require_peer(edge)
         check_shapes(edge, shapes, self.variable_seq_lengths)
+
+
+def _at_the_end(edge: str, flag: bool) -> bool:
+    check_flags("P2PCommunicator", **{"is_last_stage" if edge.endswith("next") else "is_first_stage": flag})
+    return flag
 
 
 def ranks_of(mesh, what: str) -> Group:

@@ -7,6 +7,8 @@ the whole folder. None stands for no tensor.
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tkernels.comm.arguments import check_flags
+
 
 def leaves(value) -> list[torch.Tensor]:
     """The tensors of a value, in order. Raises TypeError for anything else in it, but for None."""
@@ -27,10 +29,12 @@ def deallocate_output_tensor(out, deallocate_pipeline_outputs=False):
     Raises ValueError for a view, whose storage is shared, and for a leaf that needs a gradient: a parameter, or a
     tensor that a stage has received and passes on. Raises LeaseError for a released handle.
     """
-    if not deallocate_pipeline_outputs:
-        return
     if hasattr(deallocate_pipeline_outputs, "require_not_released"):
         deallocate_pipeline_outputs.require_not_released()
+    elif deallocate_pipeline_outputs is not None:
+        check_flags("deallocate_output_tensor", deallocate_pipeline_outputs=deallocate_pipeline_outputs)
+    if not deallocate_pipeline_outputs:
+        return
     check_own(out)
     for tensor in leaves(out):
         tensor.data = torch.empty((1,), dtype=tensor.dtype, device=tensor.device)
