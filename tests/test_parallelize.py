@@ -665,6 +665,7 @@ def test_parallelize_refuses_a_plan_that_does_not_fit_and_changes_nothing(ctx):
         ({"up": None}, ValueError, "style of 'up' is None"),
         ({"up": {"style": ["row"]}}, ValueError, r"style of 'up' is \['row'\]"),
         ({"up": ["colwise"]}, ValueError, r"no style \['colwise'\] .of 'up'.; it has"),
+        ({}, ValueError, "the plan is empty, so nothing would be split"),
         ({3: "row"}, TypeError, "a pattern of the plan=3 must be a name"),
         ({"up" if ctx.rank else "upp": "row"}, ValueError, r"'upp' matches no module; .* \(on rank 0\)"),
         (torch.ones(2) if ctx.rank else {"up": "row"}, TypeError, r"plan=tensor.* must be 'auto'.* \(on rank 1\)"),
@@ -688,6 +689,12 @@ def test_parallelize_refuses_a_plan_that_does_not_fit_and_changes_nothing(ctx):
         with pytest.raises(error, match=message):
             parallelize(model, wrong, ctx)
         assert dict(model.named_modules()) == before and not model._forward_pre_hooks
+    sources = ("zero", TypeError, "'zero' must be a whole"), (9, ValueError, "9 must be at most 1")
+    for source, error, message in sources:
+        for plan in ({"up": "column"}, {"up": "colwise"}):
+            with pytest.raises(error, match=f"src_data_rank={message}"):
+                parallelize(model, plan, ctx, src_data_rank=source)
+            assert dict(model.named_modules()) == before
     optimizer.remove()
     normed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
     for part in ({"0": STYLE}, {"1": "column"}, {"2": "row"}):  # one part of a plan after the other

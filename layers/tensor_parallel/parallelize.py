@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tkernels.comm import Context, MeshLike, as_context
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.group import checksum, listed
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free
@@ -93,17 +93,17 @@ def parallelize(
     into heads must take the number of heads from the tensor, since each rank has only its part; that of transformers
     does.
 
-    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or with "auto" where
-    none matches anything, as those of a model in a wrapper; for a module that its style can't be given to; for a module
-    that two patterns match; for an unknown style or option; for a module whose parameters have hooks, belong to an
-    optimizer or wrapper of this library, or are tied to others of which the plan would split one; for stacked
-    projections, and for heads that don't divide by the ranks (those of model.config). Raises MismatchError if the
-    parameters or plans differ between ranks.
+    Raises ValueError or TypeError, before anything is changed: for an empty plan, or a pattern that matches nothing, or
+    with "auto" where none matches anything, as those of a model in a wrapper; for a module that its style can't be
+    given to; for a module that two patterns match; for an unknown style or option; for a module whose parameters have
+    hooks, belong to an optimizer or wrapper of this library, or are tied to others of which the plan would split one;
+    for stacked projections, and for heads that don't divide by the ranks (those of model.config). Raises MismatchError
+    if the parameters or plans differ between ranks.
     """
     if isinstance(plan, DeviceMesh | dist.ProcessGroup | Context):  # torch's order
         plan, mesh = mesh, plan
     if isinstance(plan, Mapping) and all(_is_megatrons(each) for each in plan.values()):
-        return _swap_linears(model, plan, mesh, float8)
+        return _swap_linears(model, plan, mesh, float8, src_data_rank)
     return apply(model, mesh, lambda: _styles(model, plan, float8), src_data_rank, replicate_rest=True)
 
 
@@ -202,6 +202,8 @@ def _siblings(model: nn.Module, given: list[Given]) -> list[Given]:
 def _check_plan(model: nn.Module, plan):
     check_type("parallelize: model", model, nn.Module, "an nn.Module")
     check_type("parallelize: plan", plan, Mapping, "'auto', or a dict of patterns of module names to styles")
+    if not plan:
+        raise ValueError("parallelize: the plan is empty, so nothing would be split; pass patterns of module names")
     for pattern in plan:
         check_type("parallelize: a pattern of the plan", pattern, str, "a name of a module, perhaps with * in it")
 
@@ -215,10 +217,12 @@ def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str])
         matched[name] = pattern
 
 
-def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, float8) -> nn.Module:
+def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, float8, src_data_rank) -> nn.Module:
     """Collective. parallelize in Megatron's vocabulary."""
     ctx = as_context(mesh, "parallelize: mesh")
     with ctx.group.checking("parallelize"):  # as for the other vocabulary, which one rank's wrong plan may look like
+        if src_data_rank is not None:
+            whole("parallelize: src_data_rank", src_data_rank, most=ctx.size - 1)
         asked = _match(model, plan, float8)
         styles = dict(asked)
         for_heads = [name for name, (style, _) in styles.items() if style == FOR_HEADS]
