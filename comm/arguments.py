@@ -54,30 +54,6 @@ def check_flags(caller: str, **flags):
         check_type(f"{caller}: {name}", value, bool, "True or False")
 
 
-def refuse_torchs(caller: str, names):
-    """Raise TypeError for arguments, by their names, that `caller` has not, as those of torch's class of its kind."""
-    if names:
-        raise TypeError(
-            f"{caller}: there is no {', '.join(f'{name}=' for name in names)}; the ranks, torch's process_group=, are "
-            f"mesh=, and its other options have no use here: leave them out"
-        )
-
-
-def not_here(caller: str, **ways_out: str):
-    """A class decorator: these methods of others' classes raise NotImplementedError, which says the way out."""
-
-    def add(kind: type) -> type:
-        for name, way_out in ways_out.items():
-
-            def refuse(self, *arguments, _message=f"{caller}: there is no {name} here; {way_out}", **options):
-                raise NotImplementedError(_message)
-
-            setattr(kind, name, refuse)
-        return kind
-
-    return add
-
-
 def check_streams(caller: str, dev, device: torch.device | None, **streams):
     """Raise TypeError for what has no streams, for torch's module of another device, and for no stream of `dev`.
 

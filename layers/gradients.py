@@ -7,12 +7,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import tkernels
-from tkernels.comm.arguments import check_dense, check_type
+from tkernels.comm.arguments import check_dense, check_flags, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.engine import Unit
-from tkernels.layers.data_parallel.norms import check_stage, clip_scale, counts, in_common, norms_of, sum_of_squares
+from tkernels.layers.data_parallel.norms import (
+    check_parts,
+    check_stage,
+    clip_scale,
+    counts,
+    in_common,
+    norms_of,
+    sum_of_squares,
+)
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.marks import gradient_of, is_partial, is_split
 from tkernels.layers.owners import owner_of
@@ -70,6 +78,9 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLik
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
     mesh: MeshLike = None,
     pipeline: MeshLike = None,
@@ -79,6 +90,8 @@ def clip_grad_norm_(
     Split parameters count on every rank, replicated ones once. torch's own would clip each rank's by another norm, and
     replicated parameters would part.
 
+    norm_type: 2 alone. error_if_nonfinite: read the norm back to the host, and raise RuntimeError on every rank, with
+        the gradients as they were, if it is not finite. foreach: accepted as in torch, without effect.
     mesh: the ranks that layers are split over, as in `tkernels.comm.as_context`; by default those of the current
         context, or no ranks if other stages of the pipeline are among them.
     pipeline: the ranks that have the stages of a pipeline, each of which passes its own parameters. What several stages
@@ -88,10 +101,11 @@ def clip_grad_norm_(
     clipped in `main_grad` and `.grad`; with its shards, pass `owned_parameters()`: the norm is that of all shards.
 
     Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
-    has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
-    part of the gradients of (ZeroOptimizer clips by its `max_norm`), if parameters of an OverlappedDDP are split, but
-    mesh has data-parallel ranks of it, if mesh has other stages of the pipeline, and for DTensors that have lost the
-    mark of split parameters, as torch's FSDP2 makes them. DTensors, as of fully_shard, count with all their parts.
+    has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a part
+    of the gradients of (ZeroOptimizer clips by its `max_norm`), if parameters of an OverlappedDDP are split, but mesh
+    has data-parallel ranks of it, if mesh has not as many ranks as these layers were split over, if it has other stages
+    of the pipeline, and for DTensors that have lost the mark of split parameters, as torch's FSDP2 makes them.
+    DTensors, as of fully_shard, count with all their parts.
     """
     ctx = as_context(mesh, "clip_grad_norm_: mesh")
     stages = None if pipeline is None else as_context(pipeline, "clip_grad_norm_: pipeline")
@@ -102,6 +116,9 @@ def clip_grad_norm_(
         elif in_common(ctx.group, stages.group):  # other stages have other parameters, not copies or parts of these
             ctx = None
     _check_max_norm("clip_grad_norm_", max_norm)
+    if norm_type != 2:
+        raise ValueError(f"clip_grad_norm_: norm_type={norm_type!r} is not supported; leave it out, for the 2-norm")
+    check_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
         check_dense("clip_grad_norm_", parameter=parameter)
@@ -119,6 +136,8 @@ def clip_grad_norm_(
                 f"clip_grad_norm_: parameters belong to {type(owner).__name__}, and this rank has a part of their "
                 f"gradients alone; pass {'max_norm= and tensor_parallel= to it' if ours else 'its owned_parameters()'}"
             )
+    if ctx is not None:
+        check_parts("clip_grad_norm_", parameters, ctx)
     for ddp in wrappers if ctx is not None else ():
         ddp.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):
@@ -131,9 +150,12 @@ def clip_grad_norm_(
         for each in filter(None, (ctx, stages)):
             total = tkernels.all_reduce(total, ctx=each)
         norm = total.sqrt().squeeze()
+        failed = error_if_nonfinite and not norm.isfinite()
         scale = clip_scale(norm, max_norm)
-        for grad in map(gradient_of, parameters):
+        for grad in map(gradient_of, () if failed else parameters):
             grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it
+    if failed:
+        raise RuntimeError(f"clip_grad_norm_: the norm of all gradients is {norm.item()}; no gradient was changed")
     return norm
 
 

@@ -9,6 +9,11 @@ def is_split(parameter) -> bool:
     return getattr(parameter, "tensor_model_parallel", False)
 
 
+def num_parts(parameter) -> int | None:
+    """How many ranks have a part of a split parameter; None where this is not known: Megatron has no such mark."""
+    return getattr(parameter, "partition_size", None) if is_split(parameter) else None
+
+
 def is_partial(parameter) -> bool:
     """Megatron's mark: a gradient of this rank's rows alone, which is yet to be summed over tensor-parallel ranks."""
     return bool(getattr(parameter, "sequence_parallel", False))
@@ -41,7 +46,7 @@ class MarkedModule(nn.Module):
         """Mark what is one of `size` ranks' parts of a parameter, split along `dim` in `stride` blocks; None: whole."""
         part = dict(
             tensor_model_parallel=dim is not None and size > 1, partition_dim=-1 if dim is None else dim,
-            partition_stride=1 if dim is None else stride,
+            partition_stride=1 if dim is None else stride, partition_size=1 if dim is None else size,
         )  # fmt: skip
         self._mark(name, **part | marks)
 

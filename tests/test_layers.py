@@ -301,6 +301,15 @@ def test_clip_grad_norm_is_that_of_the_whole_model(ctx):
     assert_close_to(model[2].bias.main_grad, full[2].bias.grad, terms=128)
     assert layers.clip_grad_norm_(nn.Parameter(torch.ones(2, device=ctx.device)), 1.0, mesh=ctx) == 0
     large = nn.Parameter(torch.ones(4096, device=ctx.device))  # of which every rank has a part
+    alone = torch.distributed.new_group([ctx.rank], use_local_synchronization=True)
+    model.zero_grad()
+    ddp = layers.OverlappedDDP(copy.deepcopy(model), mesh=alone, overlap_param_gather=True)
+    for parameters in (model.parameters(), ddp.owned_parameters()):  # a mesh of data-parallel ranks: of one
+        with pytest.raises(ValueError, match="are split over 2 ranks .*, but mesh has 1; pass mesh=, the ranks that"):
+            layers.clip_grad_norm_(parameters, 1.0, mesh=alone)
+    ddp(x.to(ctx.device)).sum().backward()
+    norm = layers.clip_grad_norm_(ddp.owned_parameters(), 9.0, mesh=ctx)
+    assert_close_to(norm / want, torch.ones_like(want), terms=128)
     zero = layers.ZeroOptimizer([model[2].bias, large], torch.optim.SGD, lr=1.0, mesh=ctx)
     masters = [master for group in zero.param_groups for master in group["params"]]
     for parameters in (model.parameters(), masters):
@@ -756,6 +765,14 @@ def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every
         torch.testing.assert_close(each.grad.abs().double().cpu(), torch.tensor([3.0, 4.0]).double() / 50**0.5)
 
     whole = parameter(torch.ones(2))
+    norm = layers.clip_grad_norm_(whole, 9.0, 2.0, error_if_nonfinite=True, foreach=True, mesh=ctx)
+    assert norm.item() == pytest.approx(2**0.5)
+    overflown = parameter(torch.tensor([float("inf")] * 2))
+    with pytest.raises(RuntimeError, match="the norm of all gradients is inf; no gradient was changed"):
+        layers.clip_grad_norm_([whole, overflown], 1.0, error_if_nonfinite=True, mesh=ctx)
+    for options, error in (({"norm_type": float("inf")}, ValueError), ({"error_if_nonfinite": "no"}, TypeError)):
+        with pytest.raises(error, match=f"clip_grad_norm_: {next(iter(options))}="):
+            layers.clip_grad_norm_(whole, 1.0, mesh=ctx, **options)
     sparse = parameter(torch.ones(2).to_sparse())
     elsewhere = nn.Parameter(torch.ones(2, device="meta"))  # rank 0 alone counts it, but all are to raise
     elsewhere.grad = torch.ones(2, device="meta")

@@ -38,21 +38,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from tkernels.comm.arguments import (
-    check_flags,
-    check_streams,
-    check_torch_dtype,
-    check_type,
-    not_here,
-    refuse_torchs,
-    whole,
-)
+from tkernels.comm.arguments import check_flags, check_streams, check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import checksum, listed
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
-from tkernels.layers.data_parallel.norms import counts, in_common, squared_norm
+from tkernels.layers.data_parallel.norms import check_parts, counts, in_common, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, UpdatedValues
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
 from tkernels.layers.data_parallel.wire import Wire, check_backend, open_wire, stream_beside
@@ -68,14 +60,6 @@ class State(enum.Enum):
     OPEN = "open"
 
 
-@not_here(
-    "OverlappedDDP",
-    join="every rank must run as many backwards, so end the loops of all ranks alike",
-    register_comm_hook="pass grad_dtype=, the dtype in which gradients are summed",
-    broadcast_params="begin with the same parameters, as by one seed or a broadcast of rank 0's",
-    zero_grad_buffer="call zero_grad()",
-    scale_gradients="scale the loss",
-)
 class OverlappedDDP(nn.Module):
     """Collective. Wraps a module and averages its gradients over the ranks, overlapped with backward.
 
@@ -115,7 +99,7 @@ class OverlappedDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        *others,
+        *,
         mesh: MeshLike = None,
         bucket_size: int | None = None,
         overlap_grad_reduce: bool = True,
@@ -127,15 +111,8 @@ class OverlappedDDP(nn.Module):
         comm_stream=None,
         backend: str = "tkernels",
         dev=None,
-        **unknown,
     ):
         super().__init__()
-        refuse_torchs("OverlappedDDP", unknown)
-        if others:
-            raise TypeError(
-                f"OverlappedDDP: takes the module alone without a name, not {len(others) + 1} arguments; pass a group "
-                f"as mesh=, of Megatron's (config, ddp_config, module) the last, and what the others say by name"
-            )
         wire = open_wire("OverlappedDDP", backend, mesh)
         with wire.group.checking():
             check_backend("OverlappedDDP", backend)
@@ -562,7 +539,11 @@ class OverlappedDDP(nn.Module):
     # Norms
 
     def check_tensor_parallel(self, caller: str, ctx: Context):
-        """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too."""
+        """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too.
+
+        And if they are split over another number of ranks.
+        """
+        check_parts(caller, self.bucket_of, ctx)
         group, ours = ctx.group, self.levels.whole.group
         common = in_common(group, ours)
         if common and any(map(is_split, self.bucket_of)):

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tkernels.comm.arguments import check_flags, check_type, not_here, whole
+from tkernels.comm.arguments import check_flags, check_type, whole
 from tkernels.layers.data_parallel.engine import unit_of
 from tkernels.layers.data_parallel.fully_shard import fully_shard, ranks_of
 
 _CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict}
 
 
-@not_here("FullyShard", clip_grad_norm_="call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)")
 class FullyShard(nn.Module):
     """Every module of the classes `units` is one unit of `fully_shard`, and the module itself the last; nothing more.
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.group import Group
-from tkernels.layers.marks import is_copy, is_split
+from tkernels.layers.marks import is_copy, is_split, num_parts
 
 
 def squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -55,6 +55,16 @@ def check_norm(caller: str, parameters, tensor_parallel: MeshLike):
             f"these would have a norm of its own, and what they have in common would part; pass tensor_parallel=, "
             f"these ranks"
         )
+
+
+def check_parts(caller: str, parameters, tensor_parallel: Context):
+    """Raises ValueError for parameters that are known to be split over another number of ranks."""
+    for parts in filter(None, map(num_parts, parameters)):
+        if parts != tensor_parallel.size:
+            raise ValueError(
+                f"{caller}: some parameters are split over {parts} ranks (tensor_model_parallel), but mesh has "
+                f"{tensor_parallel.size}; pass mesh=, the ranks that layers are split over"
+            )
 
 
 def in_common(group: Group, other: Group) -> list[int]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
-from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type, refuse_torchs
+from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import announce, barrier
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
@@ -119,8 +119,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         pipeline: MeshLike = None,
         **options,
     ):
-        torchs = ("process_group", "parameters_as_bucket_view", "overlap_with_ddp")  # of its ZeroRedundancyOptimizer
-        refuse_torchs("ZeroOptimizer", [name for name in torchs if name in options])
+        if "process_group" in options:  # as torch's ZeroRedundancyOptimizer has it
+            raise TypeError("ZeroOptimizer: there is no process_group=; pass the ranks as mesh=")
         self.ctx = as_context(mesh, "ZeroOptimizer: mesh")
         with self.ctx.group.checking():
             groups, self._names, meshes = _param_groups(params)
