@@ -960,8 +960,9 @@ def test_zero_optimizer_state_is_told_to_whoever_reads_it_as_one_of_torchs_and_s
     zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh=ctx, lr=0.5, momentum=0.9)
     with pytest.raises(TkernelsError, match="state_dict has no 'state': .*; save it as it is, .*, or full_state_dict"):
         get_state_dict(model, zero)
-    torch.save(zero.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    path = tmp_path / f"{ctx.rank}.pt"
+    torch.save(zero.state_dict(), path)
+    state = torch.load(path, weights_only=True)
     assert type(state) is collections.OrderedDict and "state" not in state
     zero.load_state_dict(state)
 
