@@ -40,14 +40,6 @@ def check_torch_dtype(what: str, value):
     check_type(what, value, torch.dtype, "a torch.dtype")
 
 
-def check_floating(what: str, dtype: torch.dtype | None):
-    """Raise TypeError unless `dtype` is a torch.dtype of floating-point numbers, or None."""
-    if dtype is not None:
-        check_torch_dtype(what, dtype)
-        if not dtype.is_floating_point:
-            raise TypeError(f"{what}={dtype} must be a dtype of floating-point numbers")
-
-
 def check_flags(caller: str, **flags):
     """Raise TypeError unless the values are True or False: any word is true, "False" too."""
     for name, value in flags.items():

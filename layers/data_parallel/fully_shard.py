@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.arguments import check_flags, check_floating, check_type, whole
+from tkernels.comm.arguments import check_flags, check_type, not_here, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
@@ -273,19 +273,9 @@ class ShardedModule(FSDPModule):
         )
 
 
-def _not_here(name: str):
-    def refuse(self, *args, **kwargs):
-        raise NotImplementedError(
-            f"fully_shard: {name} has no meaning over tkernels' collectives; leave it out, or shard with torch's "
-            f"fully_shard and use its collectives through tkernels.layers.doors"
-        )
-
-    return refuse
-
-
-for _name, _method in inspect.getmembers(FSDPModule, inspect.isfunction):
-    if not _name.startswith("_") and _name not in vars(ShardedModule):
-        setattr(ShardedModule, _name, _not_here(_name))
+_names = {name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")}
+_way_out = "leave it out, or use torch's fully_shard, over tkernels' collectives by tkernels.layers.doors"
+not_here("fully_shard", **dict.fromkeys(_names - vars(ShardedModule).keys(), _way_out))(ShardedModule)
 
 
 class _PipelinesState:
@@ -369,7 +359,10 @@ def _reshards(asked: bool | int | None, parts: int) -> bool | None:
 def _check_policy(policy: MixedPrecisionPolicy):
     check_type("fully_shard: mp_policy", policy, MixedPrecisionPolicy, "torch's MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        check_floating(f"fully_shard: {name} of mp_policy", getattr(policy, name))
+        dtype = getattr(policy, name)
+        check_type(f"fully_shard: {name} of mp_policy", dtype, torch.dtype | None, "a torch.dtype")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"fully_shard: {name} of mp_policy={dtype} must be a dtype of floating-point numbers")
     check_flags("fully_shard: mp_policy", cast_forward_inputs=policy.cast_forward_inputs)
 
 
