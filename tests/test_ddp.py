@@ -1052,26 +1052,6 @@ def test_overlapped_ddp_what_does_not_fit_is_refused_on_every_rank(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_overlapped_ddp_called_as_torchs_or_megatrons_is_told_what_to_pass(ctx):
-    model, group = nn.Linear(4, 4).to(ctx.device), ctx.group.process_group
-    torchs = ("device_ids", "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-    for name in torchs:
-        with pytest.raises(TypeError, match=f"OverlappedDDP: there is no {name}=; .* process_group=, are mesh="):
-            OverlappedDDP(model, **{name: None})
-    for given in ((model, group), (None, None, model)):
-        with pytest.raises(TypeError, match="takes the module alone without a name, .*; pass a group as mesh="):
-            OverlappedDDP(*given)
-    model = nn.ParameterList([torch.ones(2)]).to(ctx.device)
-    ddp = OverlappedDDP(model, mesh=ctx)
-    for name in ("join", "register_comm_hook", "broadcast_params", "zero_grad_buffer", "scale_gradients"):
-        with pytest.raises(NotImplementedError, match=f"OverlappedDDP: there is no {name} here; [a-z]"):
-            getattr(ddp, name)(0.5)
-    ddp.remove()
-    with pytest.raises(NotImplementedError, match=r"no clip_grad_norm_ here; call torch.nn.utils.clip_grad_norm_\("):
-        FullyShard(nn.Sequential(nn.Linear(4, 4)).to(ctx.device), nn.Linear, mesh=ctx).clip_grad_norm_(1.0)
-
-
-@pytest.mark.ranks(2)
 def test_overlapped_ddp_warns_of_running_statistics_which_ranks_have_of_their_own(ctx):
     def norms(**options):
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **options)).to(ctx.device)

@@ -892,9 +892,8 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         with pytest.raises((TypeError, MismatchError), match="on rank 1|of rank 0 and rank 1 differ") as refused:
             ZeroOptimizer(**arguments | (change if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, refused.value)
-    for name in ("process_group", "parameters_as_bucket_view"):
-        with pytest.raises(TypeError, match=f"there is no {name}=; .* torch's process_group=, are mesh="):
-            ZeroOptimizer([parameter], torch.optim.SGD, lr=1.0, **{name: None})
+    with pytest.raises(TypeError, match="there is no process_group=; pass the ranks as mesh="):
+        ZeroOptimizer([parameter], torch.optim.SGD, lr=1.0, process_group=None)
     zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0)
     refusals = (lambda: zero.step(3), "step: closure=3 must be"), (lambda: zero.scale("x"), "scale: loss='x'")
     for call, message in refusals:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.arguments import check_flags, check_type, not_here, whole
+from tkernels.comm.arguments import check_flags, check_type, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
@@ -273,9 +273,19 @@ class ShardedModule(FSDPModule):
         )
 
 
-_names = {name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")}
-_way_out = "leave it out, or use torch's fully_shard, over tkernels' collectives by tkernels.layers.doors"
-not_here("fully_shard", **dict.fromkeys(_names - vars(ShardedModule).keys(), _way_out))(ShardedModule)
+def _not_here(name: str):
+    def refuse(self, *args, **kwargs):
+        raise NotImplementedError(
+            f"fully_shard: {name} has no meaning over tkernels' collectives; leave it out, or shard with torch's "
+            f"fully_shard and use its collectives through tkernels.layers.doors"
+        )
+
+    return refuse
+
+
+for _name, _method in inspect.getmembers(FSDPModule, inspect.isfunction):
+    if not _name.startswith("_") and _name not in vars(ShardedModule):
+        setattr(ShardedModule, _name, _not_here(_name))
 
 
 class _PipelinesState:

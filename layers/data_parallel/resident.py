@@ -140,8 +140,9 @@ class ResidentEngine(Engine):
             if late and not unit.begun:
                 raise LeaseError(
                     f"ZeroOptimizer: {late[0].name} has a gradient that came after backward, when the others had been "
-                    f"reduced; set it before backward, which adds to it, or run backward inside of no_sync() (stage=1) "
-                    f"which leaves all gradients to step()"
+                    f"reduced, as torch's DistributedDataParallel sets it, which is to be left out; set one by hand "
+                    f"before backward, which adds to it, or run backward inside of no_sync() (stage=1), which leaves "
+                    f"all gradients to step()"
                 )
             for piece in unit.groups[0].parameters:
                 if not piece.late:
