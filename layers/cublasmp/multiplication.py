@@ -101,8 +101,8 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
     for name, distribution in zip("ABD", distributions, strict=True):
         if not isinstance(distribution, Distribution):
             raise TypeError(f"the distribution of {name} is {distribution!r}; pass Slab.X, BlockCyclic or another")
-    if epilog is not None and not isinstance(epilog, int):
-        raise TypeError(f"epilog={epilog!r} is no MatmulEpilog")
+    if isinstance(epilog, bool) or not isinstance(epilog, (int, type(None))):
+        raise TypeError(f"epilog={epilog!r} is no MatmulEpilog; pass MatmulEpilog.BIAS or another")
     for name, operand in (("A", a), ("B", b)):
         if operand.dtype in FP8 and operand.numel() and operand.data_ptr() % 16:
             raise ValueError(f"{name} is float8 and must begin at a multiple of 16 bytes; pass {name}.clone()")

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from tkernels.comm import Context
+from tkernels.comm.arguments import check_dense, check_resolved
 
 
 class Home(NamedTuple):
@@ -53,6 +54,9 @@ def bring(ctx: Context, operands: dict, home: Home | None = None) -> tuple[Home 
         if home is not None and found != home:
             raise TypeError(f"{name} is of {found}, but others are of {home}; all must be of one package and device")
         home = found
+        if home.package == "torch":
+            check_dense("cublasmp", **{name: operand})
+            check_resolved("cublasmp", name, operand)
     if home is None or home == ("torch", ctx.device):
         return home, operands
     if home.device not in (ctx.device, torch.device("cpu")):

@@ -272,6 +272,9 @@ def given(cls, value):
     try:
         return _made(cls, **(value or {}))
     except TypeError:  # an unhashable value, or an unknown field
+        if unknown := [name for name in value if name not in cls.__dataclass_fields__]:
+            fields = ", ".join(cls.__dataclass_fields__)
+            raise TypeError(f"{cls.__name__}: there is no field {unknown[0]!r}; there are {fields}") from None
         return cls(**value)
 
 

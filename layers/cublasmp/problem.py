@@ -224,7 +224,7 @@ def survey(everyone: list, num_programs: int) -> Extents:
     problems = [problem.by_columns() for problem, _ in everyone]
     first = problems[0]
     for name in ("a", "b") if first.c is None else ("a", "b", "c"):
-        _check_matrix(name, [getattr(problem, name) for problem in problems])
+        _check_matrix(name, [getattr(problem, name) for problem in problems], name == "c" and first.options.inplace)
     dtypes = first.a.dtype, first.b.dtype
     if dtypes[0] not in DTYPES or dtypes[1] != dtypes[0]:
         if not FP8_PAIRS.issuperset((dtypes,)):
@@ -318,7 +318,7 @@ def _compare(everyone: list[tuple[Problem, tuple]]):
         )
 
 
-def _check_matrix(name: str, by_rank: list[Operand]):
+def _check_matrix(name: str, by_rank: list[Operand], written: bool = False):
     for rank, operand in enumerate(by_rank):
         if len(operand.shape) != 2:
             raise ValueError(f"rank {rank}: {name.upper()} must be a matrix, but has shape {operand.shape}")
@@ -327,6 +327,15 @@ def _check_matrix(name: str, by_rank: list[Operand]):
                 f"rank {rank}: {name.upper()} has strides {operand.strides}, neither of which is 1; pass a contiguous "
                 f"matrix or the transpose of one"
             )
+        reach = 0  # of the dimensions before: the last of the elements that they make
+        for stride, extent in sorted(zip(operand.strides, operand.shape, strict=True)) if written else ():
+            if extent > 1 and stride <= reach and 0 not in operand.shape:
+                raise ValueError(
+                    f"rank {rank}: {name.upper()} is {operand.shape} with strides {operand.strides}, so that elements "
+                    f"share memory, and the result can't be written to it; pass {name.upper()}.contiguous(), or "
+                    f"options={{'inplace': False}}"
+                )
+            reach += stride * (extent - 1)
 
 
 def _check_rows(rank: int, problem: Problem):
