@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transports import gpu_only, host_work, late, launches, simulated_only, tf32, without_launches
 
 import tkernels
@@ -485,8 +486,9 @@ def test_general_gemm_wrong_calls_are_refused_before_anything_is_launched(ctx):
         (lambda: call(w, x, rows=(4, 4)), "concerns communication inside a GEMM"),
         (lambda: call(w, x, ub=collective, ub_type=AG, bulk_overlap=True, rows=(4, 4)), "leave rows out"),
         (lambda: call(w, x, ub=ring, ub_type=AG, extra_output=x), r"extra_output has shape \[4, 8\] .*\[8, 8\]"),
-        (lambda: call(w, w, ub=collective, ub_type=RS, extra_output=w), r"what fills it, \[4, 8\]"),
-        (lambda: call(w, x, ub=collective, ub_type=AG, bulk_overlap=True, extra_output=x), r"what fills it, \[8, 8\]"),
+        (lambda: call(w, w, ub=collective, ub_type=RS, extra_output=w.clone()), r"what fills it, \[4, 8\]"),
+        (lambda: call(w, x, ub=collective, ub_type=AG, bulk_overlap=True, extra_output=x.clone()),
+         r"what fills it, \[8, 8\]"),
         (
             lambda: call(w, w, ub=ring, ub_type=AG),
             r"16 tokens of 8 in torch.float32 don't fit; initialize_ub\(\) takes",
@@ -530,9 +532,84 @@ def test_general_gemm_refuses_what_it_cannot_use(ctx):
             named = f"general_gemm|{next(iter(wrong))}"  # a kernel's own check has the kernel's name
             with without_launches(scatter.context), pytest.raises((TypeError, ValueError), match=named):
                 te.general_gemm(**call | wrong)
+    by_name = [
+        *((dict([(name, w.to_sparse())]), f"{name} must be a strided tensor, not torch.sparse")
+          for name in ("A", "B", "out", "bias", "gelu_in", "extra_output")),
+        (dict(B=torch.nested.nested_tensor([*w], layout=torch.jagged)), "B must be one tensor, not a nested one"),
+        *((dict(out_dtype=dtype), f"out_dtype={dtype} must be torch.float32")
+          for dtype in (torch.uint8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.bfloat16)),
+        (dict(out=w.bfloat16()), "the dtype of out=torch.bfloat16 must be torch.float32"),
+        (dict(out=w.to(torch.float8_e4m3fn), out_dtype=torch.float32), "out is torch.float8.* can't hold the result"),
+        (dict(A=w[:, :7]), r"A is \[8, 7\] and B .*, so that with layout=TN 7 of A meet 8 of B; these must match"),
+        *((dict(bias=bias), rf"bias is {bias.dtype} \[.*\], but must be \[8\], as the result has so many features")
+          for bias in (w[:, :1], w[:4, :2], w[:1], w[0].long(), w[0].to(torch.complex64), w[0, :5])),
+        *((dict(gelu=True, grad=grad, gelu_in=before), "gelu_in has shape .*, but the result")
+          for before in (w[0], w[:1], w[0, 0], w[:, :7]) for grad in (False, True)),
+        (dict(gelu=True, gelu_in=integers_), "gelu_in is torch.int64, which can't hold the result"),
+        (dict(gelu=True, gelu_in=w), "gelu_in (has shape|overlaps A)"),
+    ]  # fmt: skip
+    for call in calls.values():
+        for wrong, message in by_name:
+            with without_launches(scatter.context), pytest.raises((TypeError, ValueError), match=message):
+                te.general_gemm(**call | wrong)
+    for name in ("AG", "RS"):
+        for rows in ("ab", (None, 8)):
+            with without_launches(scatter.context), pytest.raises(ValueError, match="must name whole numbers of rows"):
+                te.general_gemm(**calls[name], rows=rows)
+        for operand in ("A", "B", "extra_output"):
+            with FakeTensorMode() as mode, without_launches(scatter.context):
+                fake = mode.from_tensor(w)
+                with pytest.raises(TypeError, match=f"{operand} is a FakeTensor, which .* is no memory for `ub`"):
+                    te.general_gemm(**calls[name] | {operand: fake})
     with pytest.raises(TypeError, match="extra_output is torch.int64, which can't hold the result"):
         te.general_gemm(w, w, ub=scatter, ub_type=RS, extra_output=integers_)
     assert te.general_gemm(**calls["AG"])[0].eq(8.0).all() and te.general_gemm(**calls["RS"])[0].eq(16.0).all()
+
+
+@pytest.mark.ranks(2)
+def test_general_gemm_refuses_to_fill_what_it_reads(ctx):
+    """Nothing has changed then. What this rank has may lie in extra_output already, where the gather puts it."""
+    common = [8, 8], torch.float32, helper(ctx), 2
+    gather, scatter, bulk = te.CommOverlapP2P(*common, AG), te.CommOverlapP2P(*common, RS), te.CommOverlap(*common)
+    ag, rs, beside = ({"ub": ub, "ub_type": kind} for ub, kind in ((gather, AG), (scatter, RS), (bulk, AG)))
+    w, memory = normal((8, 8), torch.float32, 1, ctx.device), normal((16, 8), torch.float32, 2, ctx.device)
+    whole, half, own = memory[:8], memory[4:8], memory[4 * ctx.rank : 4 * ctx.rank + 4]
+    new, row = torch.zeros(8, 8, device=ctx.device), memory[0]
+    refused = [
+        (dict(A=w, B=whole, out=whole), "out overlaps B"),
+        (dict(A=whole, B=w, out=memory[4:12]), "out overlaps A, which begins -128 bytes after it"),
+        (dict(A=w, B=w, bias=row, out=whole), "out overlaps bias"),
+        (dict(A=w, B=w, out=whole, gelu=True, gelu_in=whole), "out overlaps gelu_in"),
+        (dict(A=w, B=whole, gelu=True, gelu_in=whole), "gelu_in overlaps B"),
+        (dict(A=w, B=half, out=whole, **ag), "out overlaps B"),
+        (dict(A=w, B=w[:4], out=whole, extra_output=whole, **ag), "out overlaps extra_output"),
+        (dict(A=whole, B=w[:4], extra_output=whole, **ag), "extra_output overlaps A"),
+        (dict(A=w, B=w[:4], extra_output=whole, gelu=True, gelu_in=whole, **ag), "gelu_in overlaps extra_output"),
+        (dict(A=w, B=memory[2:6], extra_output=whole, **ag), "return_gathered overlaps x_shard_m"),
+        (dict(A=w, B=whole, out=half, **rs), "out overlaps B"),
+        (dict(A=w, B=whole, extra_output=half, **rs), "extra_output overlaps B"),
+        (dict(A=w, B=w, out=bulk.get_buffer(), bulk_overlap=True, **beside), "out overlaps the buffer of ub"),
+        (dict(A=w[None], B=whole[None], out=whole[None]), "out overlaps B"),
+    ]
+    before = memory.clone()
+    for wrong, message in refused:
+        with without_launches(gather.context), pytest.raises(ValueError, match=message):
+            te.general_gemm(**wrong)
+        assert torch.equal(memory, before), message
+    kept = own.clone()
+    y, *_ = te.general_gemm(w, own, out=new, extra_output=whole, **ag)
+    assert torch.equal(own, kept)
+    assert_close_to(y, whole.double() @ w.double().t(), terms=8)
+    te.general_gemm(w, whole[:4], out=memory[8:12], accumulate=True)  # beside B in one memory
+
+
+def test_general_gemm_gives_the_dtype_that_was_asked_for_whatever_is_added():
+    x, w = torch.ones(8, 16, device=runtime.device()), torch.ones(4, 16, device=runtime.device())
+    bias, before = torch.ones(4, dtype=torch.float64, device=x.device), torch.ones(8, 4, device=x.device)
+    y = te.general_gemm(w, x, torch.float32, alpha=2.0, bias=bias)[0]
+    assert y.dtype is torch.float32 and y.eq(33).all()
+    half = te.general_gemm(w.bfloat16(), x.bfloat16(), gelu=True, grad=True, gelu_in=before)[0]
+    assert half.dtype is torch.bfloat16
 
 
 @pytest.mark.ranks(2)

@@ -200,7 +200,7 @@ def _run(name, function, tensors, outs):
     if modes or torch.compiler.is_compiling():
         raise RuntimeError(f"tkernels.{name}: {UNTRACED}; leave these out of what torch.export or make_fx traces")
     for each in tensors:
-        if not _has_memory(each):
+        if not has_memory(each):
             raise TypeError(
                 f"tkernels.{name}: a {type(each).__name__} that stands for other tensors is no memory for a kernel; "
                 f"pass those, as its to_local() may give, or leave out out=, config= and return_gathered="
@@ -211,7 +211,7 @@ def _run(name, function, tensors, outs):
     return result
 
 
-def _has_memory(tensor: torch.Tensor | None) -> bool:
+def has_memory(tensor: torch.Tensor | None) -> bool:
     """Whether it is None or has memory of its own: that of a DTensor, and of others with a dispatch of their own, isn't
     its elements, and what torch.func has wrapped has none.
     """

@@ -2,16 +2,16 @@
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_dense, check_type
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.configs import FP8
-from tkernels.dispatch import count_writes
+from tkernels.dispatch import PLAIN, count_writes, has_memory
+from tkernels.gemm import check_apart, check_dtype
 from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory, values
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, check_communicator
@@ -97,29 +97,30 @@ def general_gemm(
         rows, which one scale belongs to only if the ranks' are equal; a Float8Tensor's scales are filled as well.
 
     Matrices may have more dimensions, all but the last of which count as rows; the result then has B's leading
-    dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched; but an `out` of
-    the wrong shape, in a call whose kernel communicates, is refused after the launch.
+    dimensions, unless the layout is NT. What is filled shares no memory with the other tensors, except that B may be
+    this rank's rows of extra_output. Raises ValueError or TypeError before anything is launched.
     """
     A, B = float8_tensor("general_gemm: A", A), float8_tensor("general_gemm: B", B)
     if isinstance(B, Float8Tensor):
         fast_accum = not boolean("general_gemm: use_split_accumulator", use_split_accumulator)
         B = B if B.fast_accum == fast_accum else replace(B, fast_accum=fast_accum)
-    _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub)
+    flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
+    _check(A, B, out, bias, gelu_in, extra_output, out_dtype, accumulate, layout, ub, flags)
     alpha, beta = _number("alpha", alpha), None if beta is None else _number("beta", beta)
-    if rows is not None:
-        check_type("general_gemm: rows", rows, Iterable, "a number of rows for each rank")
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
         if ub is not None and ub_type is CommOverlapType.RS and inner and not bulk_overlap:
-            counts = split_rows(B.shape[:-1].numel(), ub.size) if rows is None else rows
+            total = B.shape[:-1].numel()
+            if rows is not None:
+                rows = check_rows("general_gemm", ub.context, rows, total=total)
+            counts = split_rows(total, ub.size) if rows is None else rows
             if any(count % inner.numel() for count in counts):
                 raise ValueError(
                     f"general_gemm: the rows of B {tuple(B.shape)} go to the ranks as {tuple(counts)}, which are no "
                     f"multiples of {inner.numel()}, so the result would not have B's dimensions; pass B as a matrix"
                 )
-        into, before, extra = (
-            None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in (out, gelu_in, extra_output)
-        )
+        tensors = {"out": out, "gelu_in": gelu_in, "extra_output": extra_output}
+        into, before, extra = (_matrix(name, tensor) for name, tensor in tensors.items())
         value, bias_grad, gelu_input, _ = general_gemm(
             A.flatten(0, -2), B.flatten(0, -2), out_dtype, quantization_params, gelu, before, alpha, beta, accumulate,
             layout, into, bias, use_split_accumulator, grad, ub, ub_type, extra, bulk_overlap, rows=rows,
@@ -152,13 +153,29 @@ def general_gemm(
             f"general_gemm: rows={rows} concerns communication inside a GEMM, and there is none here; leave rows out"
         )
     x, w = OPERANDS[layout](A, B)
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"general_gemm: A is {list(A.shape)} and B {list(B.shape)}, so that with layout={layout} {w.shape[1]} of A "
+            f"meet {x.shape[1]} of B; these must match"
+        )
     dtype = out_dtype or (B.dtype if out is None else out.dtype)
+    if dtype not in (x.dtype, torch.float32):
+        check_dtype("general_gemm", "the dtype of out" if out_dtype is None else "out_dtype", dtype, memory(x).dtype)
+    if communicates and rows is not None:
+        whole = ub_type is CommOverlapType.RS or ub.holds(memory(x))
+        rows = check_rows("general_gemm", ub.context, rows, **{"total" if whole else "own": x.shape[0]})
     plain = alpha == 1.0 and not accumulate and not gelu
     added, asked = bias is not None and not grad, bias is not None and grad
-    if added and bias.numel() != w.shape[0]:
-        raise ValueError(f"general_gemm: bias has shape {list(bias.shape)}, but the result has {w.shape[0]} features")
-    if not communicates:
-        _check_shape(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
+    if added and (bias.shape != w.shape[:1] or not _holds_values(bias)):
+        raise ValueError(
+            f"general_gemm: bias is {bias.dtype} {list(bias.shape)}, but must be [{w.shape[0]}], as the result has so "
+            f"many features, of float32, float16 or bfloat16"
+        )
+    if out is not None or gelu_in is not None or extra_output is not None:
+        shape = _num_rows(ub, x, ub_type, rows) if communicates else x.shape[0], w.shape[0]
+        _check_shape("out", out, shape)  # torch would resize it, and overwrite what lies behind it
+        _check_shape("gelu_in", gelu_in, shape)
+        _check_apart(A, B, bias, out, extra_output, None if grad else gelu_in, communicates and ub_type)
     fused = bias if plain and added and communicates else None
     into = out if plain and out is not None and out.dtype == dtype else None  # the GEMM writes its result to it
     gathered, filled = B, None  # the rows of B on all ranks; what is yet to be filled with the final result
@@ -170,16 +187,15 @@ def general_gemm(
         value, gathered = _gather(ub, x, w, fused, into, extra_output, rows, dtype, asked)
     else:
         value, filled = _scatter(ub, x, w, fused, into, extra_output, rows, dtype, plain and out is None)
-    _check_shape(out, value.shape)
     if alpha != 1.0:
         value = value * alpha
     if accumulate and beta != 0:  # as in BLAS: with beta 0, `out` isn't read
         value = torch.add(value, out, alpha=1.0 if beta is None else beta)
     if added and fused is None:
-        value = value.add_(bias) if plain else value + bias
+        value = value.add_(bias)
     gelu_input = None
     if gelu and grad:
-        value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh")
+        value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh").to(dtype)
     elif gelu:
         gelu_input = value if gelu_in is None else gelu_in.copy_(value)
         value = functional.gelu(value, approximate="tanh")
@@ -194,13 +210,12 @@ def general_gemm(
 
 def _gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
     """The GEMM that gathers, and the gathered rows: at least if they are wanted, or extra_output is to hold them."""
-    mine, target, total = x, None, x.shape[0] * ub.size if rows is None else sum(rows)
+    mine, target, total = x, None, _num_rows(ub, x, CommOverlapType.AG, rows)
     if ub.holds(memory(x)):  # the global tensor: this rank's part is in place, and the gather fills in the others
-        rows = split_rows(x.shape[0], ub.size) if rows is None else rows
-        rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
+        rows = split_rows(total, ub.size) if rows is None else rows
         if isinstance(x, Float8Tensor) and x.scale.numel() == 1:  # those of ranks may differ
             x = replace(x, scale=x.scale.reshape(1, 1).expand(x.shape[0], 1).contiguous())
-        mine, target, total = x.split(rows)[ub.rank], x, x.shape[0]
+        mine, target = x.split(rows)[ub.rank], x
     filled = None if extra_output is None else _shaped(extra_output, (total, x.shape[1]))
     if filled is not None and isinstance(x, Float8Tensor):  # the caller has no place for scales
         filled = replace(x.new_empty(total, 0), data=_bytes(filled).view(x.data.dtype))
@@ -217,13 +232,11 @@ def _scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
     """The GEMM that reduces and scatters, and extra_output in its shape. free: extra_output may be the result's."""
     filled = None
     if extra_output is not None:
-        if not extra_output.is_floating_point():
+        if not _holds_values(extra_output):
             raise TypeError(
                 f"general_gemm: extra_output is {extra_output.dtype}, which can't hold the result; pass floats"
             )
-        rows = split_rows(x.shape[0], ub.size) if rows is None else rows
-        rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
-        filled = _shaped(extra_output, (rows[ub.rank], w.shape[0]))
+        filled = _shaped(extra_output, (_num_rows(ub, x, CommOverlapType.RS, rows), w.shape[0]))
         out = filled if free and filled.dtype == dtype else out
     return ub.matmul_reduce_scatter(x, w, bias, rows=rows, out=out, out_dtype=dtype), filled
 
@@ -231,6 +244,8 @@ def _scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
 def _bulk(ub, x, w, out, extra_output, ub_type, dtype):
     """The local GEMM, with a collective on ub's buffer beside it, whose result goes to extra_output as well."""
     rows, own, whole = ub.parts()
+    if out is not None and out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        check_apart("general_gemm", out, **{"the buffer of ub": whole})
     collective, source, result = (ub.all_gather, own, whole)
     if ub_type is CommOverlapType.RS:
         collective, source, result = (ub.reduce_scatter, whole, own)
@@ -262,9 +277,53 @@ def _bytes(extra_output: torch.Tensor) -> torch.Tensor:
     return extra_output.view(torch.uint8)
 
 
-def _check_shape(out: torch.Tensor | None, shape):
-    if out is not None and out.shape != shape:
-        raise ValueError(f"general_gemm: out has shape {list(out.shape)}, but the result {list(shape)}")
+def _num_rows(ub, x, ub_type, rows) -> int:
+    """The rows of the result of a product of x with communication inside."""
+    if ub_type is CommOverlapType.RS:
+        return (split_rows(x.shape[0], ub.size) if rows is None else rows)[ub.rank]
+    if ub.holds(memory(x)):
+        return x.shape[0]
+    return x.shape[0] * ub.size if rows is None else sum(rows)
+
+
+def _matrix(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same memory with all dimensions but the last as rows. Raises ValueError where they don't lie like rows."""
+    try:
+        return None if tensor is None else tensor.view(-1, tensor.shape[-1])
+    except (IndexError, RuntimeError):
+        raise ValueError(
+            f"general_gemm: {name} has shape {list(tensor.shape)} and strides {tensor.stride()}; it must be [..., "
+            f"features], and contiguous"
+        ) from None
+
+
+def _holds_values(tensor: torch.Tensor) -> bool:
+    """Whether it is of floats; those of FP8 would need a scale."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+def _check_shape(name: str, tensor: torch.Tensor | None, shape):
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(
+            f"general_gemm: {name} has shape {list(tensor.shape)}, but the result {list(shape)}; pass one of that shape"
+        )
+
+
+def _check_apart(A, B, bias, out, extra_output, filled, inside):
+    """Raise ValueError if what is filled shares memory with what is read, or also filled.
+
+    filled: gelu_in, if it is. inside: the collective inside of the product, if there is one.
+    """
+    A, B = memory(A), memory(B)
+    tensors = [each for each in (A, B, bias, out, extra_output, filled) if each is not None]
+    if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)):
+        return  # what is traced has no addresses
+    if len({each.untyped_storage().data_ptr() for each in tensors}) == len(tensors):
+        return
+    check_apart("general_gemm", out, A=A, B=B, bias=bias, extra_output=extra_output, gelu_in=filled)
+    check_apart("general_gemm", filled, "gelu_in", A=A, B=B, bias=bias, extra_output=extra_output)
+    within = inside is CommOverlapType.AG  # whose kernel looks whether B is this rank's rows of extra_output
+    check_apart("general_gemm", extra_output, "extra_output", A=A, B=None if within else B, bias=bias)
 
 
 def _number(name: str, value) -> float:
@@ -274,7 +333,7 @@ def _number(name: str, value) -> float:
         raise TypeError(f"general_gemm: {name}={value!r} is no number") from None
 
 
-def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub):
+def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, accumulate, layout, ub, flags):
     for name, tensor in (
         ("B", B), ("A", A), ("out", out), ("bias", bias), ("gelu_in", gelu_in), ("extra_output", extra_output),
     ):  # fmt: skip
@@ -284,6 +343,16 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, 
             raise TypeError(f"general_gemm: {name} is {type(tensor).__name__} and must be a tensor")
         if tensor.device != B.device:
             raise ValueError(f"general_gemm: {name} is on {tensor.device}, but B on {B.device}")
+        held = memory(tensor)
+        if held.layout is not torch.strided or held.is_nested:
+            check_dense("general_gemm", **{name: held})
+        if ub is not None and type(held) not in PLAIN and not has_memory(held):
+            raise TypeError(
+                f"general_gemm: {name} is a {type(held).__name__}, which stands for other tensors and is no memory for "
+                f"`ub`; pass a plain tensor"
+            )
+        if name in ("out", "gelu_in") and not _holds_values(held):
+            raise TypeError(f"general_gemm: {name} is {held.dtype}, which can't hold the result; pass one of floats")
     quantized = isinstance(B, Float8Tensor)
     alike = quantized == isinstance(A, Float8Tensor) and (quantized or A.dtype == B.dtype and A.dtype not in FP8)
     if A.dim() < 2 or B.dim() < 2 or not alike:
@@ -293,7 +362,6 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, 
         )
     if ub is not None:
         check_communicator("general_gemm: ub", ub)
-    flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
     for name, value in flags.items():
         if value is not False and value is not True and value is not None:
             boolean(f"general_gemm: {name}", value)
@@ -308,8 +376,6 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, 
         raise ValueError("general_gemm: accumulate=True adds to `out`, but there is none; pass out=")
     if out is not None and not out.is_contiguous():
         raise ValueError(f"general_gemm: out has strides {out.stride()}; it must be contiguous")
-    if out is not None and not out.is_floating_point():
-        raise TypeError(f"general_gemm: out is {out.dtype}, which can't hold the result; pass a tensor of floats")
 
 
 def _check_overlap(ub, ub_type, bulk):
