@@ -875,7 +875,16 @@ def test_classes_say_what_they_are_and_refuse_what_they_are_not(ctx):
         (lambda: te.CommOverlap(*common, atomic_gemm=True), "atomic_gemm=True is not supported"),
         (lambda: te.CommOverlap(*common, gemm_priority=-1), "GEMMs run on the caller's stream"),
         (lambda: te.CommOverlap([8, 8], torch.float32, None, 2), "helper must be a CommOverlapHelper"),
-    ]
+        (lambda: te.CommOverlap(*common, comm_priority=10**30), "comm_priority: 10+ must be an integer, of 32 bits"),
+        (lambda: pipeline.copy_into_buffer(torch.ones(8, 8).to_sparse()), "copy_into_buffer: input must be a strided"),
+        (lambda: pipeline.copy_into_buffer(torch.ones(4, 8), "no"), "get_buffer: local_chunk='no' must be True or"),
+        (lambda: te.fill_userbuffers_buffer_for_all_gather(ring, torch.ones(4, 8).to_sparse(), None, None),
+         "fill_userbuffers_buffer_for_all_gather: local_tensor must be a strided tensor"),
+        (lambda: te.get_ub([]), r"get_ub: name=\[\] must be the name of a GEMM"),
+        (lambda: te.get_ub("qkv_fprop", "yes"), "get_ub: use_fp8: 'yes' must be a boolean"),
+        *((lambda wrong=wrong: te.initialize_ub([8, 8], 2, wrong), "initialize_ub: use_fp8: .* must be a boolean")
+          for wrong in ("yes", torch.ones(2))),
+    ]  # fmt: skip
     for wrong, message in refused:
         with pytest.raises((ValueError, TypeError), match=message):
             wrong()

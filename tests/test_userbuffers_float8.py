@@ -172,6 +172,25 @@ def test_quantizers_saturate_and_keep_what_is_no_number():
         te.Float8CurrentScalingQuantizer(torch.int8)
 
 
+def test_quantizers_refuse_by_name_what_they_cannot_use():
+    one = torch.ones(1)
+    refused = [
+        (lambda: te.Float8Quantizer(None, None, E4M3), "Float8Quantizer: scale=None must be a tensor"),
+        (lambda: te.Float8Quantizer(one, [1.0], E4M3), r"Float8Quantizer: amax=\[1.0\] must be a tensor"),
+        (lambda: te.Float8Quantizer(torch.ones(2), one, E4M3), r"scale is torch.float32 \[2\] .* scale of one element"),
+        (lambda: te.Float8Quantizer(one, one[:0], E4M3), r"amax torch.float32 \[0\], but both .* of one or more"),
+        (lambda: te.Float8Quantizer(one.double(), one, E4M3), "scale is torch.float64 .*, but both must be float32"),
+        *((lambda make=make, wrong=wrong: make()(wrong), message)
+          for make in (lambda: te.Float8Quantizer(one, one, E4M3), lambda: te.Float8CurrentScalingQuantizer(E4M3))
+          for wrong, message in (([1.0], r"tensor=\[1.0\] must be a tensor"), (one.long(), "tensor is torch.int64"),
+                                 (one.to(E4M3), "tensor is torch.float8_e4m3fn, but"),
+                                 (one.to_sparse(), "tensor must be a strided tensor"))),
+    ]  # fmt: skip
+    for wrong, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
+
+
 @pytest.mark.ranks(2)
 def test_quantizers_share_the_scale_of_their_group_if_asked(ctx):
     quantizer = te.Float8CurrentScalingQuantizer(
@@ -297,9 +316,17 @@ def test_fp8_autocast_refuses_by_name_and_leaves_what_was():
         (dict(fp8_recipe=te.DelayedScaling(amax_compute_algo=max)), "amax_compute_algo=<built-in function max>"),
         (dict(fp8_recipe=te.Float8CurrentScaling(fp8_format=te.Format.E5M2)), "fp8_format=E5M2, which backward"),
         (dict(calibrating=True), "calibrating=True is not supported"),
-    ]
+        *((dict(enabled=wrong), "fp8_autocast: enabled: .* must be a boolean") for wrong in ("x", [], torch.ones(2))),
+        *((dict(fp8_recipe=te.DelayedScaling(margin=wrong)), f"fp8_autocast: margin={wrong!r} must be")
+          for wrong in ("x", 10**6, 1.5, None)),
+        *((dict(fp8_recipe=te.DelayedScaling(amax_history_len=wrong)), f"fp8_autocast: amax_history_len={wrong!r} must")
+          for wrong in (0, -1, 2.5, "x")),
+        *((dict(fp8_recipe=recipe(fp8_format=wrong)), rf"{recipe.__name__}\(fp8_format={wrong!r}, which is no Format\)")
+          for recipe in (te.DelayedScaling, te.Float8CurrentScaling) for wrong in ("E4M3", None)),
+        (dict(fp8_recipe=te.Float8CurrentScaling(use_power_2_scales="no")), "use_power_2_scales: 'no' must be a bool"),
+    ]  # fmt: skip
     for options, message in refused:
-        with pytest.raises(ValueError, match=message), te.fp8_autocast(**options):
+        with pytest.raises((ValueError, TypeError), match=message), te.fp8_autocast(**options):
             raise AssertionError("is never entered")
     layer = te.Linear(24, 32, device="cpu", params_dtype=torch.bfloat16)
     x = torch.ones(2, 24, dtype=torch.bfloat16)

@@ -221,7 +221,29 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         (lambda: te.Linear(8, 8, get_rng_state_tracker="x", **cpu), "get_rng_state_tracker='x' must be a function"),
         (lambda: te.Linear(8, 8, get_rng_state_tracker=lambda: None, **cpu), r"returned NoneType, which has no fork\("),
         *((lambda split=split: te.Linear(8, 8, parameters_split=split, **cpu), "parameters_split")
-          for split in ("qkv", 3, [], {})),
+          for split in ("qkv", 3, [], {}, 3.0)),
+        *((lambda split=split, each=each: each(8, 8, parameters_split=split, **cpu), f"_split has {found}, but its n")
+          for each in (te.Linear, te.LayerNormLinear)
+          for split, found in ((("q", "q"), "'q'"), (("a.b", "c"), "'a.b'"), ((1, 2), "1"), ({"a.b": 8}, "'a.b'"),
+                               (("layer_norm", "v"), "'layer_norm'"), (([],), r"\[\]"))),
+        *((lambda flag=flag, wrong=wrong: te.Linear(8, 8, **{flag: wrong}, **cpu), f"Linear: {flag}=.* must be True or")
+          for flag in ("sequence_parallel", "bias", "return_bias", "ub_overlap_ag", "ub_bulk_wgrad")
+          for wrong in ("False", "no", 1, x, [])),
+        *((lambda kind=kind: kind(8, zero_centered_gamma="no", **cpu), f"{kind.__name__}: zero_centered_gamma='no'")
+          for kind in (te.LayerNorm, te.RMSNorm)),
+        (lambda: te.LayerNormLinear(8, 8, zero_centered_gamma="no", **cpu), "LayerNormLinear: zero_centered_gamma='n"),
+        (lambda: te.LayerNormMLP(8, 8, set_parallel_mode="no", **cpu), "LayerNormMLP: set_parallel_mode='no' must be"),
+        (lambda: te.MultiheadAttention(8, 2, fuse_qkv_params="no", **cpu), "fuse_qkv_params='no' must be True or"),
+        (lambda: te.TransformerLayer(8, 8, 2, bias="no", **cpu), "TransformerLayer: bias='no' must be True or False"),
+        (lambda: te.TransformerLayer(8, 8, 2, kv_channels=0, **cpu), "kv_channels=0 must be a positive integer"),
+        (lambda: te.DotProductAttention(2, 0), "DotProductAttention: kv_channels=0 must be a positive integer"),
+        *((lambda wrong=wrong: te.TransformerLayer(8, 8, 2, layer_type=wrong, **cpu), "layer_type=.* is not supported")
+          for wrong in ([], "", "decoder")),
+        (lambda: te.Linear(10**30, 8, **cpu), "in_features=10+ must be a positive integer, no larger than torch can"),
+        (lambda: te.Linear(8, 8, **cpu)(x, rows=3), "rows=3 must be every rank's number of rows"),
+        *((lambda rows=rows: te.Linear(8, 8, **cpu)(x, rows=rows), f"Linear: rows={found} must be a whole number")
+          for rows, found in (((None, None), "None"), ("ab", "'a'"))),
+        (lambda: te.gather_along_first_dim(x, None, "x"), "gather_along_first_dim: async_op='x' must be True or False"),
         (lambda: te.Linear(8, 8, tp_group="world", **cpu), "tp_group: takes .* or a DeviceMesh .* not str"),
         (lambda: te.LayerNormLinear(8, 8, eps="x", **cpu), "eps='x' must be a number"),
         (lambda: te.RMSNorm(8, device="nowhere"), "RMSNorm: device='nowhere' is none that parameters can be on"),
@@ -254,6 +276,49 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         with pytest.raises((TypeError, ValueError), match=message):
             wrong()
     assert layer(x).shape == x.shape and attention(x).shape == x.shape
+
+
+@pytest.mark.ranks(2)
+def test_linear_and_its_kin_raise_on_every_rank_what_one_alone_has_wrong(ctx):
+    """As its error, with its rank, before any of them has the layer; so do layers inside of layers."""
+    last = ctx.rank == 1
+    with initialized(ctx, torch.float32, BULK):
+        common = parallel(ctx, torch.float32)
+        column = common | {"parallel_mode": "column", "ub_overlap_ag": True, "ub_name": "qkv"}
+        split = common | {"set_parallel_mode": True}
+        alone = {"tp_group": None} if last else {}
+        refused = [
+            (lambda: te.Linear(16, 33 if last else 32, **column), ValueError, "out_features=33 doesn't divide by 2"),
+            (lambda: te.Linear(16, 32, **column | {"bias": "no" if last else True}), TypeError, "Linear: bias='no'"),
+            (lambda: te.Linear(16, 32, **column | {"tp_group": "world"} if last else column), TypeError, "tp_group:"),
+            (lambda: te.Linear(16, 32, **column, **{"nothing": 1} if last else {}), TypeError, "argument 'nothing'"),
+            (lambda: te.Linear(16, 32, **column | alone | {"tp_size": 1.5 if last else 2}), ValueError, "tp_size=1.5"),
+            (lambda: te.Linear(16, 32, **column | {"ub_name": "moe" if last else "qkv"}), tkernels.TkernelsError,
+             "UB for moe_fprop is not registered"),
+            (lambda: te.LayerNormLinear(16, 32, -1.0 if last else 1.0, **column), ValueError, "eps=-1.0 must be"),
+            (lambda: te.LayerNormMLP(16, 32, activation="elu" if last else "relu", **split), ValueError, "='elu' is"),
+            (lambda: te.MultiheadAttention(16, 3 if last else 4, **split), ValueError, "num_attention_heads=3 does"),
+            (lambda: te.TransformerLayer(16, 33 if last else 32, 4, **split), ValueError, "LayerNormMLP: ffn_hid"),
+            (lambda: te.TransformerLayer(16, 32, 4, normalization=3 if last else "RMSNorm", **split), ValueError,
+             "LayerNormLinear: normalization=3 must be"),
+        ]  # fmt: skip
+        for wrong, kind, message in refused:
+            with pytest.raises(kind, match=message) as caught:
+                wrong()
+            assert str(caught.value).endswith("(on rank 1)")
+        assert te.TransformerLayer(16, 32, 4, **split) and te.Linear(16, 32, **column)
+        if last:
+            te.Linear(16, 32, device=ctx.device)  # a layer of one rank meets nobody
+        with pytest.raises(ValueError, match="in_features=0 must be"):
+            te.Linear(0, 32, device=ctx.device)
+        assert ctx.group.gather(ctx.rank) == [0, 1]
+
+
+def test_linear_refuses_the_transforms_of_torch_func():
+    layer = te.Linear(8, 8, device="cpu")
+    for transform in (torch.func.vmap(layer), torch.func.grad(lambda x: layer(x).sum())):
+        with pytest.raises(NotImplementedError, match="which torch.func .* can't follow; use backward, or Column"):
+            transform(torch.ones(3, 2, 8))
 
 
 @pytest.mark.ranks(2)
@@ -566,7 +631,8 @@ def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
             linear("column", ub_name="proj", ub_overlap_ag=True, **common)
         with pytest.raises(KeyError, match="UB for moe_fprop is not registered"):
             linear("column", ub_name="moe", ub_overlap_ag=True, **common)
-        with pytest.raises(tkernels.MismatchError, match=r"Linear\(qkv\): the layers .* ub_overlap_ag_fprop \(True"):
+        differ = r"Linear: the layers .* differ in ub_overlap_ag_fprop of Linear\(qkv\) \(True and False\)"
+        with pytest.raises(tkernels.MismatchError, match=differ):
             linear("column", ub_name="qkv", ub_overlap_ag=ctx.rank == 0, **common)
 
 

@@ -334,6 +334,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flo
     float8: quantizes operands to Float8Tensors: input(x), weight(w, transposed=), gradient(dy). Then the weight is
         quantized from what it is, whatever its dtype.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "this layer computes a weight's gradient where its options say, which torch.func (grad, vmap and others) "
+            "can't follow; use backward, or ColumnParallelLinear and RowParallelLinear of tkernels.layers, which it can"
+        )
     if float8 is None:
         x, weight, bias = as_operands(x.device.type, x, weight, bias)
     else:

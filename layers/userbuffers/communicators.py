@@ -32,7 +32,7 @@ import torch.distributed as dist
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import capture, collectives, stream_order
-from tkernels.comm.arguments import check_tensors, check_type
+from tkernels.comm.arguments import check_dense, check_flags, check_type
 from tkernels.comm.calls import describe
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
@@ -237,7 +237,7 @@ class CommOverlapCore:
 
         The tensor may have fewer rows than the buffer. Its number of rows sets the chunk boundaries from then on.
         """
-        check_tensors("copy_into_buffer", input=input)
+        check_dense("copy_into_buffer", input=input)
         if input.dtype in FP8:
             input = input.view(torch.uint8)
         if input.dtype != self.dtype:
@@ -250,6 +250,7 @@ class CommOverlapCore:
 
     def get_buffer(self, local_chunk: bool = False, shape=None) -> torch.Tensor:
         """A view of the buffer, or of this rank's chunk of it. shape: [rows, ...], with at most as many elements."""
+        check_flags("get_buffer", local_chunk=local_chunk)
         if shape is None:
             total, width = self._active = self.shape
             shape = (split_rows(total, self.size)[self.rank], width) if local_chunk else self.shape
@@ -628,7 +629,7 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
     local_tensor = float8_tensor(f"{where}: local_tensor", local_tensor)
     if quantizer is not None:
         check_quantizer(f"{where}: quantizer", quantizer)
-    check_type(f"{where}: local_tensor", local_tensor, (torch.Tensor, Float8Tensor), "a tensor")
+    check_dense(where, local_tensor=memory(local_tensor))
     ranks = group_of(comm.context if process_group is None else process_group, f"{where}: process_group").global_ranks
     if ranks != comm.context.group.global_ranks:
         raise ValueError(

@@ -242,8 +242,8 @@ def boolean(where: str, value) -> bool:
 
 
 def integer(where: str, value, positive: bool = False) -> int:
-    if type(value) is not int or (positive and value < 1):
-        raise TypeError(f"{where}: {value!r} must be {'a positive' if positive else 'an'} integer")
+    if type(value) is not int or (positive and value < 1) or abs(value) >> 31:
+        raise TypeError(f"{where}: {value!r} must be {'a positive' if positive else 'an'} integer, of 32 bits")
     return value
 
 

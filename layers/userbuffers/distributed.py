@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tkernels.comm.arguments import check_dense
+from tkernels.comm.arguments import check_dense, check_flags
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import group_of
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
@@ -58,6 +58,7 @@ def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = Fa
     All ranks must have the same number of rows. quantizer: what travels is FP8, and a Float8Tensor [M, K] returns, with
     a scale for each row. Raises ValueError for quantizers with more than one scale for a tensor.
     """
+    check_flags("gather_along_first_dim", async_op=async_op)
     group = group_of(process_group, "gather_along_first_dim: process_group").process_group
     inp = float8_tensor("gather_along_first_dim: inp", inp)
     if quantizer is not None:

@@ -13,10 +13,10 @@ fp8_autocast holds for the layers here.
 
 import contextlib
 import enum
-import functools
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,13 +24,16 @@ import torch.distributed as dist
 
 import tkernels
 from tkernels.comm import capture
+from tkernels.comm.arguments import check_dense, whole
 from tkernels.layers.tensor_parallel.float8 import Copies, Float8Tensor, Recipe, weights
+from tkernels.layers.userbuffers.defaults import boolean
 
 # Whether products add up beyond the tensor cores' 13 bits (use_split_accumulator), unless a recipe says so of them.
 _2X_ACC_FPROP = False
 _2X_ACC_DGRAD = True
 _2X_ACC_WGRAD = True
 
+MOST_CALLS, MOST_MARGIN = 1 << 20, 127  # of a history; in powers of two, of which fp32 has no more
 LACKING = "is not supported: these kernels have scales of whole tensors, no block scaling"
 
 
@@ -92,6 +95,7 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe=Non
 
     fp8_recipe: None is DelayedScaling(). Raises ValueError by name for one that isn't supported, before any layer runs.
     """
+    enabled = boolean("fp8_autocast: enabled", enabled)
     if enabled and calibrating:
         raise ValueError("fp8_autocast: calibrating=True is not supported; leave it out")
     with scaling_of(_scaling(DelayedScaling() if fp8_recipe is None else fp8_recipe) if enabled else None):
@@ -129,14 +133,16 @@ def _scaling(recipe) -> _Scaling:
         raise ValueError(
             f"fp8_autocast: fp8_recipe={name} {LACKING}; pass te.Float8CurrentScaling() or te.DelayedScaling()"
         )
-    delayed, form, asked = "DelayedScaling" in kinds, recipe.fp8_format.name, functools.partial(getattr, recipe)
+    delayed, asked = "DelayedScaling" in kinds, partial(getattr, recipe)
+    form = getattr(recipe.fp8_format, "name", None)
     algorithm, precise = asked("amax_compute_algo", "max"), asked("override_linear_precision", (False,) * 3)
     of_x = asked("fp8_quant_fwd_inp", None)
     names = "fp8_dpa", "fp8_mha", "backward_override", "scaling_factor_compute_algo"
     given = {name: asked(name, None) for name in names} | {"amax_epsilon": getattr(of_x, "amax_epsilon", 0)}
     given |= {"override_linear_precision": any(precise[:2]) and precise}
     given |= {"amax_compute_algo": algorithm not in ("max", "most_recent") and algorithm}
-    given |= {"fp8_format": form == "E5M2" and "E5M2, which backward can't multiply by itself"}
+    wrong = f"{recipe.fp8_format!r}, which is no Format" if form not in Format.__members__ else None
+    given |= {"fp8_format": "E5M2, which backward can't multiply by itself" if form == "E5M2" else wrong}
     for option, value in given.items():
         if value:
             raise ValueError(f"fp8_autocast: {name}({option}={value}) is not supported; leave it out")
@@ -145,13 +151,15 @@ def _scaling(recipe) -> _Scaling:
         return not getattr(asked(f"fp8_gemm_{product}", None), "use_split_accumulator", otherwise)
 
     shared = Recipe(
-        "tensor", asked("use_power_2_scales", False),
+        "tensor", boolean("fp8_autocast: use_power_2_scales", asked("use_power_2_scales", False)),
         torch.float8_e4m3fn if form == "E4M3" else torch.float8_e5m2,
         fast_accum=fast("fprop", _2X_ACC_FPROP), fast_accum_backward=fast("dgrad", _2X_ACC_DGRAD),
     )  # fmt: skip
     if not delayed:
         return _Scaling(shared)
-    return _Scaling(shared, 1 if algorithm == "most_recent" else recipe.amax_history_len, recipe.margin)
+    history = whole("fp8_autocast: amax_history_len", recipe.amax_history_len, 1, MOST_CALLS)
+    margin = whole("fp8_autocast: margin", recipe.margin, -MOST_MARGIN, MOST_MARGIN)
+    return _Scaling(shared, 1 if algorithm == "most_recent" else history, margin)
 
 
 class LayerScaling:
@@ -242,6 +250,14 @@ def check_quantizer(where: str, quantizer):
         )
 
 
+def _values(where: str, tensor) -> torch.Tensor:
+    """The tensor that a quantizer was called with. Raises TypeError for what it can't quantize."""
+    check_dense(where, tensor=tensor)
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+        raise TypeError(f"{where}: tensor is {tensor.dtype}, but must be float32, float16 or bfloat16")
+    return tensor.detach()
+
+
 def _saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp_(-most, most).to(dtype).contiguous()
@@ -255,10 +271,16 @@ class Float8Quantizer:
     """
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype, *, rowwise=True, columnwise=True):
+        check_dense("Float8Quantizer", scale=scale, amax=amax)
+        if scale.dtype != torch.float32 or amax.dtype != torch.float32 or scale.numel() != 1 or amax.numel() == 0:
+            raise ValueError(
+                f"Float8Quantizer: scale is {scale.dtype} {list(scale.shape)} and amax {amax.dtype} "
+                f"{list(amax.shape)}, but both must be float32, scale of one element and amax of one or more"
+            )
         self.scale, self.amax, self.dtype = scale, amax, float8_dtype("Float8Quantizer: fp8_dtype", fp8_dtype)
 
     def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
-        x = tensor.detach()
+        x = _values("Float8Quantizer", tensor)
         if x.numel():
             self.amax.view(-1)[0].copy_(torch.linalg.vector_norm(x, math.inf))
         data, inverse = _saturated(x, self.scale, self.dtype), self.scale.reciprocal().view(1)
@@ -282,7 +304,7 @@ class Float8CurrentScalingQuantizer:
         self.force_pow_2_scales = force_pow_2_scales
 
     def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
-        x = tensor.detach()
+        x = _values("Float8CurrentScalingQuantizer", tensor)
         data, scale = tkernels.quantize(x, "tensor", self.dtype, power_of_two=self.force_pow_2_scales)
         if self.with_amax_reduction:
             dist.all_reduce(scale, dist.ReduceOp.MAX, group=self.amax_reduction_group)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tkernels.comm.arguments import check_dense, check_type
+from tkernels.comm.arguments import LARGEST, check_dense, check_flags, check_type, whole
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
@@ -35,6 +35,21 @@ FLAGS = {
     "ub_overlap_rs_fprop": (CommOverlapType.RS, False),
     "ub_overlap_ag_dgrad": (CommOverlapType.AG, False),
 }
+
+
+def constructor(init):
+    """A layer's constructor, as `registry.constructing` has it."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def construct(self, *arguments, **options):
+        asked = options
+        with contextlib.suppress(TypeError):  # which the constructor raises
+            asked = signature.bind(self, *arguments, **options).arguments
+        with registry.constructing(type(self).__name__, asked.get("tp_group"), asked.get("tp_size", 1)):
+            init(self, *arguments, **options)
+
+    return construct
 
 
 class ParallelModule(dataflow.DeferringModule, MarkedModule):
@@ -87,14 +102,11 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
     def _effective(
         self, mode, ub_name, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, **_
     ) -> dict[str, bool]:
-        """Collective. The FLAGS in effect, out of those requested.
-
-        Raises if one has no communicator, or one of another kind, and MismatchError if ranks request others.
-        """
+        """The FLAGS in effect, out of those requested. Raises if one has no communicator, or one of another kind."""
         name, bulk = type(self).__name__, ub_bulk_dgrad or ub_bulk_wgrad
         if bulk and mode == "column" and self.sequence_parallel and registry.using_cublasmp_backend():
             instead = "dx is reduced inside its GEMM, with the all-gather of x beside it"
-            warnings.warn(f"{name}({ub_name}): with_cublasmp=True has no bulk overlap; {instead}", stacklevel=4)
+            warnings.warn(f"{name}({ub_name}): with_cublasmp=True has no bulk overlap; {instead}", stacklevel=5)
             ub_overlap_rs_dgrad = True
         asked = {
             "column": {
@@ -109,7 +121,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         flags = {flag: flag in wanted for flag in FLAGS}
         if self.tp_size > 1 and not self.sequence_parallel and any(asked.values()):
             warnings.warn(
-                f"{name}({ub_name}): the ub_ options have no effect without sequence_parallel=True", stacklevel=4
+                f"{name}({ub_name}): the ub_ options have no effect without sequence_parallel=True", stacklevel=5
             )
         if flags["ub_bulk_wgrad"] and self.wgrad_store is not None:
             raise ValueError(
@@ -122,9 +134,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             self._communicator(flag, ub_name, use_fp8)
         if wanted and self.tp_group is not None:
             registry.check_group(name, self.tp_group)
-        if self.tp_size > 1:
-            alike = flags | {"parallel_mode": mode, "sequence_parallel": self.sequence_parallel}
-            registry.check_alike(f"{name}({ub_name})", self.tp_group, alike)
+        registry.note(
+            f"{name}({ub_name})", flags | {"parallel_mode": mode, "sequence_parallel": self.sequence_parallel}
+        )
         return flags
 
     def _communicator(self, flag: str, ub_name: str, use_fp8: bool):
@@ -259,7 +271,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             quantizers = self._float8[ub_name, scaling].for_call(weights)
         if rows is not None:
             check_type(f"{type(self).__name__}: rows", rows, Iterable, "every rank's number of rows")
-            rows = [n * inner for n in rows]
+            rows = [whole(f"{type(self).__name__}: rows", n) * inner for n in rows]
         flow = self._flow(mode, x.shape[:-1].numel(), rows, flags, ub_name, dtype)
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
         if mode != "row" or bias is None:
@@ -355,9 +367,16 @@ class _Linear(ParallelModule):
             raise TypeError(
                 f"{kind}: parameters_split={parameters_split!r} must be a dict of names and sizes, or a list of names"
             )
+        names = [*parameters_split]
+        wrong = [name for name in names if not isinstance(name, str) or "." in name or names.count(name) > 1]
+        if wrong or "layer_norm" in names:
+            raise ValueError(
+                f"{kind}: parameters_split has {wrong[0] if wrong else 'layer_norm'!r}, but its names, after which "
+                f"parameters are named, must be strings without dots, each another one, and not layer_norm"
+            )
         if not isinstance(parameters_split, dict):
-            share = divide(kind, "out_features", self.out_features, len(parameters_split))
-            return {f"{part}_": share for part in parameters_split}
+            share = divide(kind, "out_features", self.out_features, len(names))
+            return {f"{part}_": share for part in names}
         parts = {f"{part}_": divide(kind, part, size, divisor) for part, size in parameters_split.items()}
         if sum(parts.values()) != self.out_features:
             raise ValueError(
@@ -404,9 +423,10 @@ class Linear(_Linear):
 
     Construction between initialize_ub and destroy_ub, forward and backward are collective. Construction raises
     ValueError, RuntimeError or KeyError for an overlap that has no communicator, and MismatchError if ranks ask for
-    different ones.
+    different ones. What one rank alone has wrong is raised on all, as ValueError, TypeError or else TkernelsError.
     """
 
+    @constructor
     def __init__(
         self,
         in_features: int,
@@ -460,6 +480,7 @@ class LayerNormLinear(_Linear):
         to gather, and ub_overlap_ag has no effect.
     """
 
+    @constructor
     def __init__(
         self,
         in_features: int,
@@ -511,8 +532,12 @@ class LayerNormLinear(_Linear):
 
 
 def given(scope: dict) -> dict:
-    """The arguments of the constructor whose locals() these are."""
-    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+    """The arguments of the constructor whose locals() these are. Raises TypeError for flags that are no booleans."""
+    options = {name: value for name, value in scope.items() if name not in ("self", "__class__")}
+    defaults = inspect.signature(scope["__class__"].__init__).parameters
+    flags = {name: value for name, value in options.items() if isinstance(defaults[name].default, bool)}
+    check_flags(type(scope["self"]).__name__, **{name: value for name, value in flags.items() if value is not None})
+    return options
 
 
 def taken(kind: type, options: dict) -> dict:
@@ -554,8 +579,8 @@ def check_number(kind: str, most: float, **numbers):
 
 
 def divide(kind: str, what: str, size: int, parts: int) -> int:
-    if not isinstance(size, Integral) or size < 1:
-        raise ValueError(f"{kind}: {what}={size!r} must be a positive integer")
+    if not isinstance(size, Integral) or not 1 <= size <= LARGEST:
+        raise ValueError(f"{kind}: {what}={size!r} must be a positive integer, no larger than torch can count")
     if size % parts:
         raise ValueError(f"{kind}: {what}={size} doesn't divide by {parts}; pad it, or use fewer ranks")
     return size // parts
@@ -564,5 +589,5 @@ def divide(kind: str, what: str, size: int, parts: int) -> int:
 def refuse(where: str, **options):
     """Raise ValueError for any of the options that is set; these layers don't support them."""
     for name, value in options.items():
-        if isinstance(value, torch.Tensor) or value:
+        if isinstance(value, torch.Tensor) or value not in (None, False, 0):
             raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")

@@ -9,7 +9,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
 from tkernels.layers.userbuffers import float8
-from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, check_number, divide, given, refuse
+from tkernels.layers.userbuffers.linear import (
+    FLAGS,
+    ParallelModule,
+    check_number,
+    constructor,
+    divide,
+    given,
+    refuse,
+)
 
 ACTIVATIONS = {
     "gelu": functools.partial(functional.gelu, approximate="tanh"),
@@ -42,6 +50,7 @@ class LayerNormMLP(ParallelModule):
     fc2_weight, fc2_bias.
     """
 
+    @constructor
     def __init__(
         self,
         hidden_size: int,
@@ -79,7 +88,7 @@ class LayerNormMLP(ParallelModule):
     ):
         options = given(locals())
         super().__init__()
-        refuse("LayerNormMLP", activation_params=activation_params)
+        refuse("LayerNormMLP", activation_params=activation_params or None)
         check_number("LayerNormMLP", math.inf, eps=eps)
         known = ACTIVATIONS | GATED
         if not isinstance(activation, str) or activation not in known:

@@ -3,7 +3,7 @@
 import torch
 
 from tkernels.comm.arguments import check_dense
-from tkernels.layers.userbuffers.linear import ParallelModule, given, normalize, refuse
+from tkernels.layers.userbuffers.linear import ParallelModule, divide, given, normalize, refuse
 from tkernels.layers.userbuffers.transformer import AttentionModule
 
 
@@ -26,6 +26,7 @@ class _Norm(ParallelModule):
         device="cuda",
         dtype: torch.dtype | None = None,
     ):
+        given(locals())
         super().__init__()
         shape = hidden_size if normalized_shape is None else normalized_shape
         if shape is None:
@@ -104,7 +105,8 @@ class DotProductAttention(AttentionModule):
         )  # fmt: skip
         self._configure(**options)
         self._configure_attention(**options)
-        self.widths = (kv_channels,) * 2 if isinstance(kv_channels, int) else tuple(kv_channels)
+        widths = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels,) * 2
+        self.widths = tuple(divide(kind, "kv_channels", width, 1) for width in widths)
         self.softmax_scale = softmax_scale
 
     def forward(

@@ -5,13 +5,16 @@ all ranks and leaves nothing initialised on any.
 """
 
 import contextlib
+import contextvars
 import os
 import warnings
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
 
 from tkernels.comm import runtime
+from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context, MeshLike, constant_in_traces, group_of
 from tkernels.comm.contexts import INIT, meet, open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
@@ -52,6 +55,7 @@ REMOVED_VARIABLES = (
 _ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
 _NOTHING = {"helper": None, "groups": (), "cublasmp": False}
 _state = dict(_NOTHING)
+_noted = contextvars.ContextVar("options of the layers that `constructing` is constructing", default=None)
 
 
 def initialize_ub(
@@ -147,6 +151,8 @@ def using_cublasmp_backend() -> bool:
 
 def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
     """The communicator of a GEMM. Raises RuntimeError before initialize_ub, KeyError for a GEMM without one."""
+    check_type("get_ub: name", name, str, "the name of a GEMM, such as 'qkv_fprop'")
+    use_fp8 = boolean("get_ub: use_fp8", use_fp8)
     if not is_ub_initialized():
         raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before making layers.")
     key = name, FP8 if use_fp8 else NONE
@@ -185,12 +191,40 @@ def check_group(name: str, tp_group) -> None:
         )
 
 
-def check_alike(name: str, tp_group, options: dict) -> None:
-    """Collective over this rank's domain, if a layer's group is that: MismatchError if its ranks pass other options."""
-    if is_ub_initialized():
-        group = domain_context().group
-        if tp_group is None or Group(tp_group).global_ranks == group.global_ranks:
-            group.check_alike(name, "layers", options, "all must make the same layer")
+@contextlib.contextmanager
+def constructing(name: str, tp_group, tp_size):
+    """Collective over this rank's domain, if a layer's group, as it was passed, is that or none at all.
+
+    What fails in the block on one rank is raised on all, and MismatchError if they note different options. The layers
+    that a layer consists of are in its block. A rank with a wrong tp_group may be the only one, so it meets the others.
+    """
+    if _noted.get() is not None or not _concerns_domain(tp_group, tp_size):
+        yield
+        return
+    group, noted = domain_context().group, {}
+    token = _noted.set(noted)
+    try:
+        with group.checking(name):
+            yield
+        group.check_alike(name, "layers", noted, "all must make the same layer")
+    finally:
+        _noted.reset(token)
+
+
+def _concerns_domain(tp_group, tp_size) -> bool:
+    if not is_ub_initialized():
+        return False
+    if tp_group is None:
+        return not (isinstance(tp_size, Integral) and tp_size == 1)
+    with contextlib.suppress(TypeError, ValueError):
+        return group_of(tp_group).global_ranks == domain_context().group.global_ranks
+    return True
+
+
+def note(name: str, options: dict) -> None:
+    """Let `constructing` compare the ranks' options of the layer of that name."""
+    if (noted := _noted.get()) is not None:
+        noted.update({f"{option} of {name}": value for option, value in options.items()})
 
 
 def load_ub_cfgs(path: str | os.PathLike) -> dict:
@@ -234,7 +268,7 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
 
 
 def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
-    if use_fp8:
+    if boolean("initialize_ub: use_fp8", use_fp8):
         beside = ", and has no effect beside quantization_modes; leave it out"
         way_out = beside if modes else "; pass quantization_modes"
         warnings.warn(f"initialize_ub: use_fp8 is deprecated{way_out}", DeprecationWarning, stacklevel=3)

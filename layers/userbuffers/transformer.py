@@ -13,6 +13,7 @@ from tkernels.layers.userbuffers.linear import (
     Linear,
     ParallelModule,
     check_number,
+    constructor,
     divide,
     given,
     refuse,
@@ -111,6 +112,7 @@ class MultiheadAttention(AttentionModule):
 
     _ignored = r"(core_attention\.(.+\.)?)?_extra_state"
 
+    @constructor
     def __init__(
         self,
         hidden_size: int,
@@ -173,7 +175,9 @@ class MultiheadAttention(AttentionModule):
             raise ValueError(f"{kind}: tp_size={self.tp_size} splits the heads; pass set_parallel_mode=True")
         groups = self._configure_attention(**options)
         check_number(kind, math.inf, layernorm_epsilon=layernorm_epsilon)
-        self.head_dim = kv_channels or divide(kind, "hidden_size", hidden_size, num_attention_heads)
+        if kv_channels is None:
+            kv_channels = divide(kind, "hidden_size", hidden_size, num_attention_heads)
+        self.head_dim = divide(kind, "kv_channels", kv_channels, 1)
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
         self.return_bias, self.layer_number = return_bias, layer_number
@@ -266,6 +270,7 @@ class TransformerLayer(ParallelModule):
     micro_batch_size and the enc_dec options have no effect here.
     """
 
+    @constructor
     def __init__(
         self,
         hidden_size: int,
