@@ -540,7 +540,7 @@ def test_general_gemm_refuses_what_it_cannot_use(ctx):
           for dtype in (torch.uint8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.bfloat16)),
         (dict(out=w.bfloat16()), "the dtype of out=torch.bfloat16 must be torch.float32"),
         (dict(out=w.to(torch.float8_e4m3fn), out_dtype=torch.float32), "out is torch.float8.* can't hold the result"),
-        (dict(A=w[:, :7]), r"A is \[8, 7\] and B .*, so that with layout=TN 7 of A meet 8 of B; these must match"),
+        (dict(A=w[:, :7]), r"A is \[8, 7\] and B .*; with layout=TN 7 of A meet 8 of B, and these must match"),
         *((dict(bias=bias), rf"bias is {bias.dtype} \[.*\], but must be \[8\], as the result has so many features")
           for bias in (w[:, :1], w[:4, :2], w[:1], w[0].long(), w[0].to(torch.complex64), w[0, :5])),
         *((dict(gelu=True, grad=grad, gelu_in=before), "gelu_in has shape .*, but the result")

@@ -104,8 +104,7 @@ def general_gemm(
     if isinstance(B, Float8Tensor):
         fast_accum = not boolean("general_gemm: use_split_accumulator", use_split_accumulator)
         B = B if B.fast_accum == fast_accum else replace(B, fast_accum=fast_accum)
-    flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
-    _check(A, B, out, bias, gelu_in, extra_output, out_dtype, accumulate, layout, ub, flags)
+    _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub)
     alpha, beta = _number("alpha", alpha), None if beta is None else _number("beta", beta)
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
@@ -155,8 +154,8 @@ def general_gemm(
     x, w = OPERANDS[layout](A, B)
     if x.shape[1] != w.shape[1]:
         raise ValueError(
-            f"general_gemm: A is {list(A.shape)} and B {list(B.shape)}, so that with layout={layout} {w.shape[1]} of A "
-            f"meet {x.shape[1]} of B; these must match"
+            f"general_gemm: A is {list(A.shape)} and B {list(B.shape)}; with layout={layout} {w.shape[1]} of A meet "
+            f"{x.shape[1]} of B, and these must match"
         )
     dtype = out_dtype or (B.dtype if out is None else out.dtype)
     if dtype not in (x.dtype, torch.float32):
@@ -333,19 +332,17 @@ def _number(name: str, value) -> float:
         raise TypeError(f"general_gemm: {name}={value!r} is no number") from None
 
 
-def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, accumulate, layout, ub, flags):
+def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub):
     for name, tensor in (
         ("B", B), ("A", A), ("out", out), ("bias", bias), ("gelu_in", gelu_in), ("extra_output", extra_output),
     ):  # fmt: skip
         if tensor is None and name not in "AB":
             continue
-        if not isinstance(tensor, (torch.Tensor, Float8Tensor) if name in "AB" else torch.Tensor):
-            raise TypeError(f"general_gemm: {name} is {type(tensor).__name__} and must be a tensor")
+        held = memory(tensor) if name in "AB" else tensor
+        if not isinstance(held, torch.Tensor) or held.layout is not torch.strided or held.is_nested:
+            check_dense("general_gemm", **{name: held})
         if tensor.device != B.device:
             raise ValueError(f"general_gemm: {name} is on {tensor.device}, but B on {B.device}")
-        held = memory(tensor)
-        if held.layout is not torch.strided or held.is_nested:
-            check_dense("general_gemm", **{name: held})
         if ub is not None and type(held) not in PLAIN and not has_memory(held):
             raise TypeError(
                 f"general_gemm: {name} is a {type(held).__name__}, which stands for other tensors and is no memory for "
@@ -362,6 +359,7 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, accumulate, layout
         )
     if ub is not None:
         check_communicator("general_gemm: ub", ub)
+    flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
     for name, value in flags.items():
         if value is not False and value is not True and value is not None:
             boolean(f"general_gemm: {name}", value)

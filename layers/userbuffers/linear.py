@@ -535,8 +535,8 @@ def given(scope: dict) -> dict:
     """The arguments of the constructor whose locals() these are. Raises TypeError for flags that are no booleans."""
     options = {name: value for name, value in scope.items() if name not in ("self", "__class__")}
     defaults = inspect.signature(scope["__class__"].__init__).parameters
-    flags = {name: value for name, value in options.items() if isinstance(defaults[name].default, bool)}
-    check_flags(type(scope["self"]).__name__, **{name: value for name, value in flags.items() if value is not None})
+    flags = [name for name, each in defaults.items() if isinstance(each.default, bool) and options[name] is not None]
+    check_flags(type(scope["self"]).__name__, **{name: options[name] for name in flags})
     return options
 
 
