@@ -546,6 +546,7 @@ def test_general_gemm_refuses_what_it_cannot_use(ctx):
         *((dict(gelu=True, grad=grad, gelu_in=before), "gelu_in has shape .*, but the result")
           for before in (w[0], w[:1], w[0, 0], w[:, :7]) for grad in (False, True)),
         (dict(gelu=True, gelu_in=integers_), "gelu_in is torch.int64, which can't hold the result"),
+        (dict(gelu=True, gelu_in=w[:1].expand(8, 8)), "gelu_in, which is filled, has elements that share memory"),
         (dict(gelu=True, gelu_in=w), "gelu_in (has shape|overlaps A)"),
     ]  # fmt: skip
     for call in calls.values():

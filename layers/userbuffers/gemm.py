@@ -374,6 +374,11 @@ def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, 
         raise ValueError("general_gemm: accumulate=True adds to `out`, but there is none; pass out=")
     if out is not None and not out.is_contiguous():
         raise ValueError(f"general_gemm: out has strides {out.stride()}; it must be contiguous")
+    if gelu_in is not None and not grad and 0 in gelu_in.squeeze().stride():
+        raise ValueError(
+            f"general_gemm: gelu_in, which is filled, has elements that share memory, with strides {gelu_in.stride()}; "
+            f"pass a contiguous one"
+        )
 
 
 def _check_overlap(ub, ub_type, bulk):
