@@ -613,6 +613,14 @@ def test_general_gemm_gives_the_dtype_that_was_asked_for_whatever_is_added():
     assert half.dtype is torch.bfloat16
 
 
+def test_general_gemm_alone_can_be_traced_with_a_place_for_its_result():
+    with FakeTensorMode():
+        x, w, out = torch.ones(8, 16), torch.ones(4, 16), torch.empty(8, 4)
+        assert te.general_gemm(w, x, out=out)[0] is out
+    compiled = torch.compile(lambda *tensors: te.general_gemm(*tensors[:2], out=tensors[2])[0], backend="eager")
+    assert compiled(torch.ones(4, 16), torch.ones(8, 16), torch.empty(8, 4)).eq(16).all()
+
+
 @pytest.mark.ranks(2)
 def test_general_gemm_has_no_bulk_overlap_with_cublasmp_semantics(ctx):
     common = [8, 8], torch.float32, helper(ctx), 2

@@ -174,7 +174,7 @@ def general_gemm(
         shape = _num_rows(ub, x, ub_type, rows) if communicates else x.shape[0], w.shape[0]
         _check_shape("out", out, shape)  # torch would resize it, and overwrite what lies behind it
         _check_shape("gelu_in", gelu_in, shape)
-        _check_apart(A, B, bias, out, extra_output, None if grad else gelu_in, communicates and ub_type)
+        _check_apart(memory(A), memory(B), bias, out, extra_output, None if grad else gelu_in, communicates and ub_type)
     fused = bias if plain and added and communicates else None
     into = out if plain and out is not None and out.dtype == dtype else None  # the GEMM writes its result to it
     gathered, filled = B, None  # the rows of B on all ranks; what is yet to be filled with the final result
@@ -313,11 +313,11 @@ def _check_apart(A, B, bias, out, extra_output, filled, inside):
 
     filled: gelu_in, if it is. inside: the collective inside of the product, if there is one.
     """
-    A, B = memory(A), memory(B)
-    tensors = [each for each in (A, B, bias, out, extra_output, filled) if each is not None]
+    tensors = A, B, bias, out, extra_output, filled
     if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)):
         return  # what is traced has no addresses
-    if len({each.untyped_storage().data_ptr() for each in tensors}) == len(tensors):
+    places = [each.untyped_storage().data_ptr() for each in tensors if each is not None]
+    if len(set(places)) == len(places):
         return
     check_apart("general_gemm", out, A=A, B=B, bias=bias, extra_output=extra_output, gelu_in=filled)
     check_apart("general_gemm", filled, "gelu_in", A=A, B=B, bias=bias, extra_output=extra_output)
