@@ -732,20 +732,23 @@ def changing_main_grads(params):
 _wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
 
 
-def _tell_wrappers(tell, optimizer):
-    if wrappers := list(_wrappers):
-        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for ddp in wrappers:
-            tell(ddp, parameters)
+def _parameters(optimizer) -> set:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 @register_optimizer_step_pre_hook
 @torch._disable_dynamo
 def _before_step(optimizer, *_):
-    _tell_wrappers(lambda ddp, parameters: ddp.check_step(optimizer, parameters), optimizer)
+    if wrappers := list(_wrappers):
+        parameters = _parameters(optimizer)
+        for ddp in wrappers:
+            ddp.check_step(optimizer, parameters)
 
 
 @register_optimizer_step_post_hook
 @torch._disable_dynamo
 def _after_step(optimizer, *_):
-    _tell_wrappers(OverlappedDDP.after_step, optimizer)
+    if wrappers := [ddp for ddp in _wrappers if ddp.sharded]:
+        parameters = _parameters(optimizer)
+        for ddp in wrappers:
+            ddp.after_step(parameters)
