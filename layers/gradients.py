@@ -103,7 +103,7 @@ def clip_grad_norm_(
     Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
     has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a part
     of the gradients of (ZeroOptimizer clips by its `max_norm`), if parameters of an OverlappedDDP are split, but mesh
-    has data-parallel ranks of it, if mesh has not as many ranks as these layers were split over, if it has other stages
+    has data-parallel ranks of it, if mesh has fewer ranks than layers were split over, if it has other stages
     of the pipeline, and for DTensors that have lost the mark of split parameters, as torch's FSDP2 makes them.
     DTensors, as of fully_shard, count with all their parts.
     """

@@ -71,6 +71,10 @@ def untrained(parameter, trained, why: str):
     setattr(parameter, _INSTEAD, _Instead(why, id(trained)))
 
 
+def parameters_of(optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @register_optimizer_step_pre_hook
 def _check_step(optimizer, *_):
     """Raises ValueError for an optimizer that would train what no model has.
@@ -80,7 +84,7 @@ def _check_step(optimizer, *_):
     """
     if torch.compiler.is_compiling():
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     stale = [instead for parameter in parameters if (instead := getattr(parameter, _INSTEAD, None))]
     if stale and not {instead.trained for instead in stale} & {*map(id, parameters)}:
         raise ValueError(

@@ -1106,8 +1106,9 @@ def test_overlapped_ddp_a_forward_before_the_update_changes_no_result(ctx, write
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("fused", [False, True])  # of which torch counts no writes
 @pytest.mark.parametrize("mode", [SHARDED, {"overlap_param_gather": True}], ids=["sharded", "overlapped"])
-def test_overlapped_ddp_has_gathered_parameters_after_a_step_for_whoever_reads_them(ctx, mode):
+def test_overlapped_ddp_has_gathered_parameters_after_a_step_for_whoever_reads_them(ctx, mode, fused):
     """And refuses a state dict of parameters that were updated by hand, which nothing tells it of."""
     for module in (nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 5))):
         with torch.no_grad():
@@ -1115,7 +1116,7 @@ def test_overlapped_ddp_has_gathered_parameters_after_a_step_for_whoever_reads_t
                 parameter.zero_()
         average = torch.optim.swa_utils.AveragedModel(module.to(ctx.device))
         ddp = OverlappedDDP(module, mesh=ctx, bucket_size=1, **mode)
-        optimizers = [torch.optim.SGD([owned], 1.0) for owned in ddp.owned_parameters()]
+        optimizers = [torch.optim.SGD([owned], 1.0, fused=fused) for owned in ddp.owned_parameters()]
         for step in (1, 2):
             ddp.zero_grad()
             ddp(torch.ones(4, 6, device=ctx.device)).sum().backward()
@@ -1137,6 +1138,23 @@ def test_overlapped_ddp_has_gathered_parameters_after_a_step_for_whoever_reads_t
         assert all(value.eq(-9.0).all() for value in ddp.state_dict().values())
         ddp.remove()
         module.state_dict()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_of_several_models_in_one_optimizer_are_gathered_in_one_order(ctx):
+    """Whatever their addresses: models of equal sizes would have each other's values."""
+    models, kept = [], []
+    for number in range(6):
+        kept.append([object() for _ in range(1000 * ctx.rank * number)])
+        models.append(nn.Linear(4, 4).to(ctx.device))
+        with torch.no_grad():
+            [parameter.fill_(float(number)) for parameter in models[-1].parameters()]
+    wrapped = [OverlappedDDP(model, mesh=ctx, **SHARDED) for model in models]
+    optimizer = torch.optim.SGD([owned for ddp in wrapped for owned in ddp.owned_parameters()], lr=0.0)
+    sum(ddp(torch.ones(1, 4, device=ctx.device)).sum() for ddp in wrapped).backward()
+    optimizer.step()
+    for number, model in enumerate(models):
+        assert all(parameter.eq(float(number)).all() for parameter in model.parameters())
 
 
 # The order of streams, in the simulator
@@ -1401,7 +1419,7 @@ def test_overlapped_ddp_only_what_may_have_been_updated_is_gathered_again(monkey
     simulated, gathered, gather = Simulated(**SHARDED), [], UpdatedValues.gather
     sim, ddp = simulated.sim, simulated.ddp
     state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
-    monkeypatch.setattr(UpdatedValues, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
+    monkeypatch.setattr(UpdatedValues, "gather", lambda bucket, *_: gathered.append(bucket) or gather(bucket))
     with sim:
         simulated.step()
         ddp.finish_grad_sync()
@@ -1427,7 +1445,7 @@ def test_overlapped_ddp_what_forward_needs_first_is_gathered_first_and_waited_fo
 ):
     simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], UpdatedValues.gather
     sim, ddp = simulated.sim, simulated.ddp
-    monkeypatch.setattr(UpdatedValues, "gather", lambda own: gather(own) or gathered.extend(own.layout.parameters))
+    monkeypatch.setattr(UpdatedValues, "gather", lambda own, *_: gather(own) or gathered.extend(own.layout.parameters))
     with sim:
         simulated.step()
         ddp.finish_grad_sync()

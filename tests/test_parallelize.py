@@ -379,6 +379,12 @@ def test_parallelize_tells_the_optimizer_of_marked_gradients_that_nobody_has_sum
                 assert said is None
             else:
                 assert re.search("norm.weight.*call all_reduce_sequence_parallel_grads", said)
+        other = parallelize(heads(), plan, ctx).to(ctx.device)
+        other.norm.weight.sequence_parallel = other.norm.bias.sequence_parallel = True
+        optimizer = torch.optim.SGD(other.parameters(), 0.1)
+        optimizer.register_step_pre_hook(lambda *_: layers.all_reduce_sequence_parallel_grads(other, mesh=ctx))
+        other(x).square().sum().backward()
+        optimizer.step()
 
 
 class Scaled(nn.Module):

@@ -20,7 +20,6 @@ import torch
 import torch._dynamo
 from streams import Simulator, subsets
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from transports import gpu_only, message_on_every_rank
@@ -951,19 +950,6 @@ def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anyt
     zero.load_state_dict(sharded)
     zero.load_full_state_dict(full)
     assert torch.equal(parameter, kept)
-
-
-@pytest.mark.ranks(2)
-def test_zero_optimizer_state_is_told_to_whoever_reads_it_as_one_of_torchs_and_saved_as_a_plain_one(ctx, tmp_path):
-    model = nn.Linear(8, 8).to(ctx.device)
-    zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh=ctx, lr=0.5, momentum=0.9)
-    with pytest.raises(TkernelsError, match="state_dict has no 'state': .*; save it as it is, .*, or full_state_dict"):
-        get_state_dict(model, zero)
-    path = tmp_path / f"{ctx.rank}.pt"
-    torch.save(zero.state_dict(), path)
-    state = torch.load(path, weights_only=True)
-    assert type(state) is collections.OrderedDict and "state" not in state
-    zero.load_state_dict(state)
 
 
 @pytest.mark.ranks(2)

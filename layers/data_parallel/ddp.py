@@ -27,6 +27,7 @@ are taken in reverse order, which approximates the order of their gradients.
 
 import contextlib
 import enum
+import itertools
 import math
 import numbers
 import warnings
@@ -41,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from tkernels.comm.arguments import check_flags, check_streams, check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
+from tkernels.comm.fence import capturing
 from tkernels.comm.group import checksum, listed
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
@@ -51,7 +53,7 @@ from tkernels.layers.data_parallel.wire import Wire, check_backend, open_wire, s
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, disown, own, owner_of, remove_owners, weakly
+from tkernels.layers.owners import check_free, disown, own, owner_of, parameters_of, remove_owners, weakly
 
 
 class State(enum.Enum):
@@ -202,7 +204,8 @@ class OverlappedDDP(nn.Module):
         self._aside = {}  # the .grad of parameters to which autograd is adding
         self._backward = Backward(self._end_backward)
         self._stream = None  # that of the last backward's caller
-        _wrappers.add(self)
+        self._number = next(_numbers)
+        _wrappers[self._number] = self
         self.handles = refuse_assignment(module)
         # torch's DistributedDataParallel around this one finds nothing to train, and says so.
         self._ddp_params_and_buffers_to_ignore = {f"module.{name}" for name in params}
@@ -345,7 +348,7 @@ class OverlappedDDP(nn.Module):
         if self.removed:
             return
         self.removed = True
-        _wrappers.discard(self)
+        _wrappers.pop(self._number, None)
         if any(values.awaits_gather for values in self.values):
             self._gather(self.values)
         ensure_params_ready(self.bucket_of)
@@ -412,21 +415,22 @@ class OverlappedDDP(nn.Module):
         self._check_places()
         self._gather(self.values)
 
-    def _gather(self, updated: list[UpdatedValues]):
+    def _gather(self, updated: list[UpdatedValues], stepped: bool = False):
         for values in reversed(updated):
-            values.gather()
+            values.gather(stepped)
         for values in () if self.overlap_param_gather else updated:
             values.ready()
 
     def after_step(self, parameters: set):
-        """Collective. Called after each optimizer's step, with its parameters: gather the shards that it has written.
+        """Collective. Called after each optimizer's step, with its parameters: gather the shards among them.
 
-        Whoever reads the model's parameters then finds them whole.
+        Whoever reads the model's parameters then finds them whole, with overlap_param_gather after
+        `ensure_params_ready`. A step that is captured by itself is no update yet; forward gathers those of its replays.
         """
-        written = [each for each in self.values if each.shard in parameters and each.awaits_gather]
-        if written := [each for each in written if not each.unwritten]:
+        updated = [values for values in self.values if values.shard in parameters and values.awaits_gather]
+        if updated and not capturing(self.dev):
             self._check_places()
-            self._gather(written)
+            self._gather(updated, stepped=True)
 
     def settle(self):
         """End all tenancies, as required at both edges of a capture. Zeros of outside are not those of the graph."""
@@ -541,7 +545,7 @@ class OverlappedDDP(nn.Module):
     def check_tensor_parallel(self, caller: str, ctx: Context):
         """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too.
 
-        And if they are split over another number of ranks.
+        And if they are split over more ranks.
         """
         check_parts(caller, self.bucket_of, ctx)
         group, ours = ctx.group, self.levels.whole.group
@@ -682,7 +686,8 @@ class OverlappedDDP(nn.Module):
 def _warn_of_statistics(module: nn.Module, wire: Wire):
     """Warn of running statistics, which each rank has of its own batches, while torch's wrapper keeps rank 0's."""
     norms = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
-    found = [name for name, part in norms if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
+    moving = [(name, part) for name, part in norms if part.track_running_stats and part.training]
+    found = [name for name, part in moving if not isinstance(part, nn.SyncBatchNorm)]
     if found and wire.size > 1:
         warnings.warn(
             f"OverlappedDDP: the running statistics of {listed(found)} are not synchronised, so that ranks would "
@@ -729,18 +734,15 @@ def changing_main_grads(params):
             bucket.finish(ddp.dev.current_stream())
 
 
-_wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
-
-
-def _parameters(optimizer) -> set:
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+_wrappers = weakref.WeakValueDictionary()  # all that may own an optimizer's parameters, in their order on all ranks
+_numbers = itertools.count()
 
 
 @register_optimizer_step_pre_hook
 @torch._disable_dynamo
 def _before_step(optimizer, *_):
-    if wrappers := list(_wrappers):
-        parameters = _parameters(optimizer)
+    if wrappers := list(_wrappers.values()):
+        parameters = set(parameters_of(optimizer))
         for ddp in wrappers:
             ddp.check_step(optimizer, parameters)
 
@@ -748,7 +750,7 @@ def _before_step(optimizer, *_):
 @register_optimizer_step_post_hook
 @torch._disable_dynamo
 def _after_step(optimizer, *_):
-    if wrappers := [ddp for ddp in _wrappers if ddp.sharded]:
-        parameters = _parameters(optimizer)
+    if wrappers := [ddp for ddp in _wrappers.values() if ddp.sharded]:
+        parameters = set(parameters_of(optimizer))
         for ddp in wrappers:
             ddp.after_step(parameters)

@@ -145,6 +145,8 @@ class Engine:
                     f"it has, to the calls on all modules around them",
                     stacklevel=2,
                 )
+            for unit in found:
+                unit.unfound = set()
 
     @property
     def slots(self) -> list[Slot]:

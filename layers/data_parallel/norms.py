@@ -58,9 +58,9 @@ def check_norm(caller: str, parameters, tensor_parallel: MeshLike):
 
 
 def check_parts(caller: str, parameters, tensor_parallel: Context):
-    """Raises ValueError for parameters that are known to be split over another number of ranks."""
+    """Raises ValueError for parameters that are known to be split over more ranks."""
     for parts in filter(None, map(num_parts, parameters)):
-        if parts != tensor_parallel.size:
+        if parts > tensor_parallel.size:
             raise ValueError(
                 f"{caller}: some parameters are split over {parts} ranks (tensor_model_parallel), but mesh has "
                 f"{tensor_parallel.size}; pass mesh=, the ranks that layers are split over"

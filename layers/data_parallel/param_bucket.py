@@ -290,7 +290,7 @@ class UpdatedValues(Values):
     the shard. Even once values were gathered in forward it may still do so, until `confirm`.
     """
 
-    shard, _version = None, None  # while it is being made, which may fail
+    shard = None  # while it is being made, which may fail
 
     def __init__(self, name: str, layout: FlatLayout, wire: Wire, comm_stream, dev):
         super().__init__(name, layout, wire, comm_stream, dev)
@@ -298,7 +298,7 @@ class UpdatedValues(Values):
         self.forget_update()
 
     def __del__(self):
-        if self.awaits_gather and not self.unwritten:
+        if self.shard is not None and not self.unwritten:
             why = (
                 f"the parameters of {self.name} were updated by each rank for itself, and their OverlappedDDP was "
                 f"dropped before they were gathered; call start_param_sync() or remove() of it on every rank after the "
@@ -308,47 +308,50 @@ class UpdatedValues(Values):
 
     @property
     def unwritten(self) -> bool:
-        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
-        return self._version == self.shard._version
+        """Whether torch has seen no write to the shard since the values were gathered."""
+        return self._gathered == self.shard._version
 
     @property
     def awaits_gather(self) -> bool:
         """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
-        return self.shard is not None and (self._version is not None or self._gathered != self.shard._version)
+        return self._expected or not self.unwritten
 
     @property
     def stale(self) -> bool:
         """Whether the shard may have been updated, and the values have not been gathered since."""
-        return self.updating or self.awaits_gather and not self.unwritten
+        return self.updating or not self.unwritten
 
     def expect_update(self):
         """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
-        self._version = self.shard._version
+        self._expected = True
 
     def confirm(self):
         """Expect no update any more, unless there was one: the next pass begins."""
         if not self.stale:
-            self._version = None
+            self._expected = False
 
     def forget_update(self):
         self.updating = self.updatable = False
         self._updaters = []  # the streams of the optimizer
-        self._version = None  # torch's write count of the shard when the optimizer's turn began; None: it has none
-        self._gathered = self.shard._version  # the same when the values were gathered
+        self._expected = False  # whether the optimizer's turn has begun
+        self._gathered = self.shard._version  # torch's write count of the shard when the values were gathered
 
     def begin_update(self, stream):
         """The optimizer's turn: `stream` may update the shard, behind all readers."""
         if not self.updating:
             self.buffer.end()
-            self.updating, self._version = True, self.shard._version
+            self.updating = self._expected = True
         if stream not in self._updaters:
             with self.buffer.lease.write(stream):
                 self._updaters.append(stream)
 
-    def gather(self):
-        """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`."""
+    def gather(self, stepped: bool = False):
+        """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`.
+
+        stepped: an optimizer has, which torch need not have counted as a write.
+        """
+        where = None if stepped or not self.unwritten else NO_STEP
         self.begin_update(self.dev.current_stream())
-        where = NO_STEP if self.unwritten else None
         if where is None:
             self.outdate()
         for stream in self._updaters:

@@ -62,7 +62,7 @@ class ResidentEngine(Engine):
         for hook in self._watches:
             hook.remove()
         for piece in self.piece_of.values():
-            if piece.marked:
+            if piece.marked and not piece.late:
                 piece.forget_gradient()
 
     def check(self):

@@ -13,7 +13,6 @@ import itertools
 import math
 import reprlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 
@@ -34,7 +33,7 @@ from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import check_backend, open_wire
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, check_initialized, disown, own, owner_of, remove_owners
+from tkernels.layers.owners import check_free, check_initialized, disown, own, parameters_of, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 REFRESH = "call refresh_masters() after such a change, on all ranks"
@@ -207,6 +206,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         # In place of the base's __init__, which would make groups and state of its own: only its hooks.
         super().__setstate__({})
+        _live.add(self)
 
     def __getstate__(self):
         raise TypeError("ZeroOptimizer: it belongs to its rank, and can't be copied or pickled; save its state_dict()")
@@ -394,6 +394,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A new ZeroOptimizer removes the previous one of its parameters in the same way.
         """
+        _live.discard(self)
         self._engine.remove()
         disown([*self._names, *(piece.sharded for piece in self._pieces)], self)
 
@@ -403,14 +404,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         As in torch's optimizers, its tensors are those in use: copy.deepcopy it to be able to go back to it after more
         steps.
         """
-        return _RankState(
-            {
-                "layout": self._layout,
-                "optimizer": self.optimizer.state_dict(),
-                "masters": [bucket.flat for bucket in self._buckets],
-                "loss_scale": (self.loss_scale, self._steps_at_scale),
-            }
-        )
+        return {
+            "layout": self._layout,
+            "optimizer": self.optimizer.state_dict(),
+            "masters": [bucket.flat for bucket in self._buckets],
+            "loss_scale": (self.loss_scale, self._steps_at_scale),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict):
@@ -513,19 +512,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._publish()
         if self._dynamic and state.get("loss_scale") is not None:
             self.loss_scale = state["loss_scale"]
-
-
-class _RankState(dict):
-    """A rank's own state. Whoever takes it for one of torch's optimizers is told; a copy of it is an OrderedDict."""
-
-    def __missing__(self, key):
-        raise TkernelsError(
-            f"ZeroOptimizer.state_dict has no {key!r}: it is a rank's part, which torch's get_state_dict and "
-            f"get_optimizer_state_dict can't read; save it as it is, a file for each rank, or full_state_dict()"
-        )
-
-    def __reduce__(self):
-        return OrderedDict, ([*self.items()],)
 
 
 def _param_groups(params) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, MeshLike]]:
@@ -632,17 +618,20 @@ def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.
         )  # fmt: skip
 
 
+_live = weakref.WeakSet()  # those that take gradients
+
+
 @register_optimizer_step_pre_hook
 @torch._disable_dynamo
 def _check_step(optimizer, *_):
     """Raises ValueError for a step of parameters whose gradients a ZeroOptimizer takes: nothing would be trained."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        owner = owner_of(parameter, ZeroOptimizer)
-        if owner is not None and parameter in owner._names:
-            raise ValueError(
-                f"{type(optimizer).__name__}.step: it has {owner._names[parameter]}, whose gradients a ZeroOptimizer "
-                f"takes; step that, or remove() it before you make another optimizer of its parameters"
-            )
+    for zero in _live:
+        for parameter in () if optimizer in (zero, zero.optimizer) else parameters_of(optimizer):
+            if parameter in zero._names and parameter.requires_grad:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.step: it has {zero._names[parameter]}, whose gradients a "
+                    f"ZeroOptimizer takes; step that, or remove() it before you make another optimizer of them"
+                )
 
 
 def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):

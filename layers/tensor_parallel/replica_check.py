@@ -4,18 +4,20 @@ differ drift apart.
 
 import functools
 import warnings
+import weakref
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tkernels.comm import MismatchError, find_context
 from tkernels.comm.context import constant_in_traces
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import listed
 from tkernels.layers.marks import gradient_of, is_partial
+from tkernels.layers.owners import parameters_of
 from tkernels.layers.tensor_parallel.dtensors import is_part
 from tkernels.layers.tensor_parallel.replicas import (
     FOR_HEADS,
@@ -70,7 +72,7 @@ class ReplicaCheck:
 
     It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
     Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
-    gradients are yet to be summed. These are compared when an optimizer first steps with them.
+    gradients are yet to be summed. These are compared after the first steps of an optimizer that has them.
 
     The comparison is collective, so it comes at the end of a backward that has reached parallel layers, which all ranks
     run alike: the first, second, fourth, eighth and so on of each layer, until every parameter has had a gradient other
@@ -348,16 +350,22 @@ class ReplicaCheck:
         return done
 
 
-@register_optimizer_step_pre_hook
+_steps = weakref.WeakKeyDictionary()  # how many each optimizer has made
+
+
+@register_optimizer_step_post_hook  # the sum may be made in the step, or in a hook of it
 @torch._disable_dynamo
 @torch.no_grad()
 def _check_sums(optimizer, *_):
-    """Collective, until gradients have come of all parameters that were marked sequence_parallel.
+    """Collective after steps 1, 2, 4 and 8 of an optimizer that has parameters marked sequence_parallel.
 
-    Raises MismatchError where nobody has summed them: the ranks would train different values.
+    Raises MismatchError where nobody has summed their gradients: the ranks train different values.
     """
+    count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if count > 8 or count & (count - 1):
+        return
     marked = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in parameters_of(optimizer):
         if unsummed := getattr(parameter, _UNSUMMED, None):
             marked.setdefault(unsummed.context, {})[unsummed.name] = parameter
     for ctx in open_contexts() if marked else ():
@@ -366,11 +374,12 @@ def _check_sums(optimizer, *_):
         grads = {name: gradient_of(parameter) for name, parameter in marked[ctx.name].items()}
         grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
         mine = {name: _summary(grad).tolist() for name, grad in grads.items() if grad.numel()}
-        found = _judgeable(ctx.group.gather(mine))
+        step = f"{type(optimizer).__name__}.step"
+        found = _judgeable(ctx.group.gather(mine, step))
         if differing := _differing(found):
             raise MismatchError(
-                f"{type(optimizer).__name__}.step: the gradients of {listed(differing)} differ between ranks. They are "
-                f"marked sequence_parallel, so each rank has the sum over its own rows: call "
+                f"{step}: the gradients of {listed(differing)} differ between ranks, so these part. They are marked "
+                f"sequence_parallel, and each rank has the sum over its own rows: call "
                 f"all_reduce_sequence_parallel_grads(model) between backward and the step"
             )
         for name in found:
