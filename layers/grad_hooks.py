@@ -18,10 +18,12 @@ A pass usually ends with its backward. A layer whose kernel comes later says so 
 
 import contextlib
 import functools
+import math
 import threading
 import warnings
 import weakref
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +32,30 @@ from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
+
+
+class GradMark(NamedTuple):
+    """What `.grad` of a parameter is whose gradient is elsewhere: a NaN in its shape, without memory.
+
+    Whoever reads it finds NaN, and whoever would scale it, as torch's clip_grad_norm_ does, RuntimeError. writes:
+    torch's count of them when it was made.
+    """
+
+    nan: torch.Tensor
+    writes: int
+
+    @classmethod
+    def put_on(cls, param, before: "GradMark | None") -> "GradMark":
+        """Let `.grad` be the mark that was made for this parameter before, unless that was written to, or another."""
+        if before is None or before.nan._version != before.writes:
+            nan = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(param.shape)
+            before = cls(nan, nan._version)
+        param.grad = before.nan
+        return before
+
+    def is_on(self, param) -> bool:
+        """Whether nobody has dropped, replaced or zeroed it."""
+        return param.grad is self.nan and self.nan._version == self.writes
 
 
 def grad_ready_hooks(param) -> "GradReadyHooks | None":

@@ -20,10 +20,9 @@ from torch import nn
 from tkernels.comm import Context, LeaseError
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
-from tkernels.layers.data_parallel.param_bucket import nan_like
 from tkernels.layers.data_parallel.param_group import Parameter
 from tkernels.layers.data_parallel.wire import Wire, mean
-from tkernels.layers.grad_hooks import called_last
+from tkernels.layers.grad_hooks import GradMark, called_last
 from tkernels.layers.owners import weakly
 
 
@@ -57,15 +56,15 @@ class Piece(Parameter):
     """A parameter of a resident unit. sharded: the master of this rank's part, elements `start` to `stop`.
 
     total: the gradient of the master, once it is reduced. Both have the parameter's shape if they are the whole of it,
-    and are 1-D otherwise. used: whether this rank has had a gradient of it since the last step. mark: what the
-    parameter's `.grad` is once its gradient was taken (param_bucket.nan_like), with torch's write count of that.
+    and are 1-D otherwise. used: whether this rank has had a gradient of it since the last step. marked:
+    whether it was taken, and `mark` put in its place.
     """
 
     start: int = 0
     stop: int = 0
     total: torch.Tensor | None = None
     used: bool = False
-    mark: tuple[torch.Tensor | None, int] = (None, 0)
+    mark: GradMark | None = None
     marked: bool = False
 
     def take_gradient(self) -> torch.Tensor | None:
@@ -73,21 +72,17 @@ class Piece(Parameter):
         grad = super().take_gradient()
         self.used = self.used or grad is not None
         if self.used:
-            if self.mark[0] is None or self.mark[0]._version != self.mark[1]:
-                mark = nan_like(self.whole)
-                self.mark = mark, mark._version
-            self.whole.grad, self.marked = self.mark[0], True
+            self.mark, self.marked = GradMark.put_on(self.whole, self.mark), True
         return grad
 
     @property
     def late(self) -> bool:
         """Whether `.grad` has been set since the gradient was taken."""
-        return self.whole.grad is not None and self.whole.grad is not self.mark[0]
+        return self.whole.grad is not None and not (self.marked and self.whole.grad is self.mark.nan)
 
     def check_mark(self):
         """Raises LeaseError if somebody has dropped or changed the mark."""
-        mark, version = self.mark
-        if self.marked and (self.whole.grad is not mark or mark._version != version):
+        if self.marked and not self.mark.is_on(self.whole):
             raise LeaseError(
                 f"ZeroOptimizer: the .grad of {self.name} was dropped or changed when its gradient had gone to its "
                 f"owner, as by the module's zero_grad(); to drop gradients call the optimizer's zero_grad()"

@@ -14,7 +14,6 @@ With shards the values are a slot of their own:
     updated               the stream of the optimizer, its shard
 """
 
-import math
 import sys
 import weakref
 
@@ -26,6 +25,7 @@ from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.values import Buffer, Values
 from tkernels.layers.data_parallel.wire import Wire, mean
+from tkernels.layers.grad_hooks import GradMark
 from tkernels.layers.lease import Lease
 from tkernels.layers.owners import leave_in_parts
 
@@ -68,8 +68,8 @@ class ParamBucket:
     `main_grad`. given: what each of them gets as `.grad`: the memory of its `main_grad`, or a part of `cast`, a copy in
     the parameters' dtype.
 
-    The `.grad` of a parameter in a shard is a NaN in its shape, without memory. Whoever drops or zeroes that, as the
-    module's own zero_grad does, has dropped the gradient; whoever reads it finds NaN, and can't scale it.
+    The `.grad` of a parameter in a shard is a GradMark's. Whoever drops or zeroes that, as the module's own zero_grad
+    does, has dropped the gradient.
     """
 
     def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: Levels, comm_stream, dev):
@@ -93,7 +93,7 @@ class ParamBucket:
             self.owned = [self.values.shard]
             self.values.shard.main_grad = self._own
         self.cast, self.given = None, {owned: owned.main_grad.view_as(owned.main_grad) for owned in self.owned}
-        self._marks = {}  # of parameters in a shard: what `.grad` is, and torch's write count of that
+        self._marks: dict[nn.Parameter, GradMark] = {}  # of parameters in a shard
         weakref.finalize(self, _take_off, self._marks).atexit = False
         self._seen = 0  # torch's write count of a shard's .grad, once it was delivered, or changed by us
         self._outside = False  # whether no_sync has left more outside of the shard
@@ -129,7 +129,7 @@ class ParamBucket:
     def dropped(self) -> list[nn.Parameter]:
         """Parameters in a shard whose own `.grad` somebody has dropped, zeroed or replaced."""
         marks = self._marks.items() if self.delivered else ()
-        return [each for each, (mark, version) in marks if each.grad is not mark or mark._version != version]
+        return [each for each, mark in marks if not mark.is_on(each)]
 
     @property
     def overridden(self) -> list[nn.Parameter]:
@@ -138,7 +138,7 @@ class ParamBucket:
             each
             for each in self.dropped
             if each.grad is not None
-            and (each.grad is not self._marks[each][0] or each.numel() == 1 and each.grad.isnan().item())
+            and (each.grad is not self._marks[each].nan or each.numel() == 1 and each.grad.isnan().item())
         ]
 
     @property
@@ -191,7 +191,7 @@ class ParamBucket:
             with self.grads.changed():
                 for parameter in dropped:
                     parameter.main_grad.zero_()
-                    if parameter.grad is None or parameter.grad is self._marks[parameter][0]:
+                    if parameter.grad is None or parameter.grad is self._marks[parameter].nan:
                         self._mark(parameter)
                 self.follow()
 
@@ -218,7 +218,7 @@ class ParamBucket:
                 self._own.mul_(self.levels.share)
                 grads[begin + self._own.numel() :].zero_()
         for parameter in self.parameters:
-            mark, _ = self._marks.get(parameter, (None, 0))
+            mark = getattr(self._marks.get(parameter), "nan", None)
             if not any(parameter.grad is known for known in (None, mark, self.given.get(parameter))):
                 with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
                     parameter.main_grad.add_(parameter.grad)
@@ -269,11 +269,7 @@ class ParamBucket:
             self._seen = self.owned[0].grad._version
 
     def _mark(self, parameter: nn.Parameter):
-        mark, version = self._marks.get(parameter, (None, 0))
-        if mark is None or mark._version != version:
-            mark = nan_like(parameter)
-            self._marks[parameter] = mark, mark._version
-        parameter.grad = mark
+        self._marks[parameter] = GradMark.put_on(parameter, self._marks.get(parameter))
 
     def finish(self, stream):
         """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
@@ -369,16 +365,8 @@ class UpdatedValues(Values):
         super().ready()
 
 
-def nan_like(parameter: torch.Tensor) -> torch.Tensor:
-    """What `.grad` of a parameter is whose gradient is elsewhere: a NaN in its shape, without memory.
-
-    Whoever reads it finds NaN, and whoever would scale it, as torch's clip_grad_norm_ does, RuntimeError.
-    """
-    return torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-
-
-def _take_off(marks: dict[nn.Parameter, tuple]):
+def _take_off(marks: dict[nn.Parameter, GradMark]):
     """Parameters that outlive their bucket have no gradient."""
-    for parameter, (mark, _) in marks.items():
-        if parameter.grad is mark:
+    for parameter, mark in marks.items():
+        if parameter.grad is mark.nan:
             parameter.grad = None

@@ -243,8 +243,7 @@ def _scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
 def _bulk(ub, x, w, out, extra_output, ub_type, dtype):
     """The local GEMM, with a collective on ub's buffer beside it, whose result goes to extra_output as well."""
     rows, own, whole = ub.parts()
-    if out is not None and out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-        check_apart("general_gemm", out, **{"the buffer of ub": whole})
+    check_apart("general_gemm", out, **{"the buffer of ub": whole})
     collective, source, result = (ub.all_gather, own, whole)
     if ub_type is CommOverlapType.RS:
         collective, source, result = (ub.reduce_scatter, whole, own)
