@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+RANKS = "tkernels_ranks"  # on a part of a parameter: the name of the context whose ranks have the parts
+
 
 def is_split(parameter) -> bool:
     """Whether each tensor-parallel rank has a different part: Megatron's mark, which the parallel layers set too."""

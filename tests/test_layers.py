@@ -1,7 +1,9 @@
 """The layers against nn.Linear in fp64: outputs, all gradients, every option, state dicts, torch.compile."""
 
 import copy
+import functools
 import pickle
+import warnings
 from unittest import mock
 
 import pytest
@@ -482,6 +484,59 @@ def test_column_and_row_parallel_linear_carry_the_marks_of_megatron(ctx):
     assert marks(mlp.fc2.weight) == (True, 1, 1)
     assert marks(mlp.fc2.bias) == (False, -1, 1)
     assert not mlp.fc2.bias.sequence_parallel  # its gradient is the sum over all rows
+
+
+class ByHand(nn.Module):
+    """Layers that nobody has shown to parallelize, and between them a scale of each rank's own features."""
+
+    def __init__(self, ctx, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.norm = way, nn.LayerNorm(8, device=ctx.device)
+        self.up = ColumnParallelLinear(8, 6, mesh=ctx)
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0, 4.0], device=ctx.device))
+        self.down = RowParallelLinear(6, 8, mesh=ctx)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x)) * self.way(self.scale))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_column_parallel_linear_tells_the_optimizer_of_wholes_whose_gradients_differ(ctx, sharded):
+    alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+    x = normal((5, 8), torch.float32, 1).to(ctx.device)
+
+    def warned(way=lambda scale: scale, *, x=x, steps=1, names=False, before=lambda model: None, **marks):
+        """What the steps of an optimizer warn of, the same on every rank."""
+        model = ByHand(ctx, way)
+        vars(model.scale).update(marks)
+        with tkernels.init(alone, heap_bytes=8 << 20, default=False) as dp:
+            if sharded:
+                layers.fully_shard(model, mesh=dp)
+            optimizer = torch.optim.SGD(model.named_parameters() if names else model.parameters(), 1e-4)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(steps):
+                    model(x).square().sum().backward()
+                    before(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        said = [str(each.message) for each in caught if "SGD.step" in str(each.message)]
+        assert all(each == said for each in ctx.group.gather(said))
+        return said
+
+    (said,) = warned()
+    assert said.startswith("SGD.step: the gradients of parameter 0 [3] differ between ranks that have parts of the")
+    assert "copy_to_tensor_model_parallel_region" in said
+    assert len(warned(steps=9)) == 4  # 1, 2, 4 and 8
+    own = normal((5, 8), torch.float32, 2 + ctx.rank).to(ctx.device)  # a batch of each rank's own
+    assert warned(x=own, names=True)[0].startswith("SGD.step: the gradients of scale, norm.weight differ")
+    assert not warned(functools.partial(layers.copy_to_tensor_model_parallel_region, mesh=ctx), steps=2)
+    assert not warned(tensor_model_parallel=True)
+    summed = functools.partial(layers.all_reduce_sequence_parallel_grads, mesh=ctx)
+    assert not warned(before=summed, sequence_parallel=True)
+    assert warned(sequence_parallel=True)
 
 
 @pytest.mark.ranks(2)

@@ -27,7 +27,7 @@ from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_con
 from tkernels.comm.arguments import check_dense, check_flags, check_torch_dtype, check_type, whole
 from tkernels.comm.context import constant_in_traces
 from tkernels.comm.group import checksum
-from tkernels.layers.marks import MarkedModule
+from tkernels.layers.marks import RANKS, MarkedModule
 from tkernels.layers.owners import attributes
 from tkernels.layers.tensor_parallel.activations import GATES, KNOWN
 from tkernels.layers.tensor_parallel.float8 import (
@@ -171,7 +171,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             part = self._part(full, name).clone(memory_format=torch.contiguous_format)
             setattr(self, name, nn.Parameter(part, value.requires_grad))
             self._mark(name, **attributes(value))
-            self._mark_part(name, dim, len(self.feature_sizes), self.partition_stride)
+            self._mark_part(name, dim, len(self.feature_sizes), self.partition_stride, **{RANKS: self.context_name})
 
     def _check_agreement(self, ctx: Context, full: nn.Linear):
         """Collective. Raises MismatchError unless all ranks make the same layer from the same random numbers."""

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tkernels.comm import MismatchError, find_context
+from tkernels.comm import Context, MismatchError, find_context
 from tkernels.comm.context import constant_in_traces
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import listed
-from tkernels.layers.marks import gradient_of, is_partial
-from tkernels.layers.owners import parameters_of
+from tkernels.layers.marks import RANKS, gradient_of, is_partial, is_split
 from tkernels.layers.tensor_parallel.dtensors import is_part
 from tkernels.layers.tensor_parallel.replicas import (
     FOR_HEADS,
@@ -356,34 +355,80 @@ _steps = weakref.WeakKeyDictionary()  # how many each optimizer has made
 @register_optimizer_step_post_hook  # the sum may be made in the step, or in a hook of it
 @torch._disable_dynamo
 @torch.no_grad()
-def _check_sums(optimizer, *_):
-    """Collective after steps 1, 2, 4 and 8 of an optimizer that has parameters marked sequence_parallel.
+def _check_step(optimizer, *_):
+    """Collective after steps 1, 2, 4 and 8 of an optimizer that has parts of layers, or what ReplicaCheck leaves to it.
 
-    Raises MismatchError where nobody has summed their gradients: the ranks train different values.
+    Raises MismatchError where nobody has summed the gradients of these: ranks train different values. It warns of
+    gradients of others, of which ranks may have their own in a model that parallelize has not seen.
     """
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if count > 8 or count & (count - 1):
         return
-    marked = {}
-    for parameter in parameters_of(optimizer):
+    marked, parameters = {}, _named(optimizer)
+    for parameter in parameters.values():
         if unsummed := getattr(parameter, _UNSUMMED, None):
             marked.setdefault(unsummed.context, {})[unsummed.name] = parameter
-    for ctx in open_contexts() if marked else ():
-        if ctx.name not in marked or ctx.capturing:
+    parts = {getattr(each, RANKS, None) for each in parameters.values() if is_split(each)} - {None}
+    step = f"{type(optimizer).__name__}.step"
+    for ctx in open_contexts() if marked or parts else ():
+        if ctx.capturing:
             continue
-        grads = {name: gradient_of(parameter) for name, parameter in marked[ctx.name].items()}
-        grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
-        mine = {name: _summary(grad).tolist() for name, grad in grads.items() if grad.numel()}
-        step = f"{type(optimizer).__name__}.step"
-        found = _judgeable(ctx.group.gather(mine, step))
-        if differing := _differing(found):
-            raise MismatchError(
-                f"{step}: the gradients of {listed(differing)} differ between ranks, so these part. They are marked "
-                f"sequence_parallel, and each rank has the sum over its own rows: call "
-                f"all_reduce_sequence_parallel_grads(model) between backward and the step"
-            )
-        for name in found:
-            delattr(marked[ctx.name][name], _UNSUMMED)
+        if ctx.name in marked:
+            _compare_marked(ctx, step, marked[ctx.name])
+        if parts == {ctx.name}:
+            _compare_wholes(ctx, step, parameters)
+
+
+def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
+    """Collective. Raises MismatchError for gradients that differ; others are not compared again."""
+    found = _gathered(ctx, step, marked)
+    if differing := _differing(found):
+        raise MismatchError(
+            f"{step}: the gradients of {listed(differing)} differ between ranks, so these part. They are marked "
+            f"sequence_parallel, and each rank has the sum over its own rows: call "
+            f"all_reduce_sequence_parallel_grads(model) between backward and the step"
+        )
+    for name in found:
+        delattr(marked[name], _UNSUMMED)
+
+
+def _compare_wholes(ctx: Context, step: str, parameters: dict[str, torch.Tensor]):
+    """Collective. Warns of gradients that differ, of parameters that are no parts."""
+    wholes = {name: each for name, each in parameters.items() if not is_split(each) and not _is_over(each, ctx)}
+    if differing := _differing(_gathered(ctx, step, wholes)):
+        warnings.warn(
+            f"{step}: the gradients of {listed(differing)} differ between ranks that have parts of the same layers, so "
+            f"that these parameters part. Where each rank reads one for its own features or rows, pass it through "
+            f"copy_to_tensor_model_parallel_region(), or mark it sequence_parallel = True and call "
+            f"all_reduce_sequence_parallel_grads(model) before the step. Otherwise these ranks have different batches "
+            f"or random masks, or clip by norms of their own, as torch's clip_grad_norm_ does. If each rank is to have "
+            f"its own parameter, mark it tensor_model_parallel = True",
+            stacklevel=5,
+        )
+
+
+def _gathered(ctx: Context, step: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Collective. Summaries of gradients, as `_judgeable` has them."""
+    grads = {name: gradient_of(parameter) for name, parameter in parameters.items()}
+    grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
+    dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided and grad.numel()}
+    return _judgeable(ctx.group.gather({name: _summary(grad).tolist() for name, grad in dense.items()}, step))
+
+
+def _named(optimizer) -> dict[str, torch.Tensor]:
+    """An optimizer's parameters by the names that it was given, else by their number and shape."""
+    named = {}
+    for group in optimizer.param_groups:
+        numbered = (f"parameter {len(named) + n} {[*each.shape]}" for n, each in enumerate(group["params"]))
+        named.update(zip(group.get("param_names", numbered), group["params"], strict=True))
+    return named
+
+
+def _is_over(parameter: torch.Tensor, ctx: Context) -> bool:
+    """Whether a parameter is a DTensor over several of these ranks."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks)) > 1
 
 
 def _differentiable(output) -> torch.Tensor | None:
