@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import re
 import weakref
 
 import pytest
@@ -409,7 +408,7 @@ class Other:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """It raises, on every rank, an error in which these words stand."""
+    """It raises, on every rank, an error in which these words stand, a regular expression."""
 
     note: str
     words: str
@@ -768,8 +767,8 @@ def late_backward(run):
 @scenario(
     "Second derivatives",
     {
-        # Of what autograd has saved of a unit: its memory has been given back once.
-        name: Refused("its gather is not differentiable twice", "modified by an inplace operation")
+        # Of what autograd has saved of a unit: its memory has been given back once. On GPUs its node refuses before.
+        name: Refused("its gather is not differentiable twice", "modified by an inplace operation|differentiate twice")
         for name in ("fully_shard", "FullyShard")
     },
 )
@@ -818,7 +817,7 @@ def check(ctx, name, system, path=None):
 
     cell = scenario.cell(system)
     if isinstance(cell, Refused):
-        with pytest.raises(Exception, match=re.escape(cell.words)) as refused:
+        with pytest.raises(Exception, match=cell.words) as refused:
             trained(kind)
         message_on_every_rank(ctx, refused.value)
         return
