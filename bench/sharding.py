@@ -11,8 +11,9 @@ backward, clipping and the update. Each system of ours stands beside torch's of 
 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
-included, and of ours the symmetric memory that contexts hold, which all of ours share. What NCCL allocates for itself
-is not included.
+included, beyond what was there before the system was made (torch's DistributedDataParallel leaves its buckets behind),
+and of ours the symmetric memory that contexts hold, which all of ours share. What NCCL allocates for itself is not
+included.
 
 Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong arguments.
 """
@@ -155,6 +156,7 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
     for _ in range(ROUNDS):
         for name, build in SYSTEMS[kind].items():
             with _alone(ctx):
+                before = torch.cuda.memory_allocated() if ON_GPU else 0
                 trained = Trained(ctx, build)
                 for _ in range(WARMUPS):
                     losses[name] = trained.step()
@@ -170,7 +172,7 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
                     loss.item()
                     took.append((time.perf_counter() - began) * 1e6)
                 taken = 0 if name == "torch" else _symmetric_bytes()
-                peak = torch.cuda.max_memory_allocated() + taken if ON_GPU else 0
+                peak = torch.cuda.max_memory_allocated() - before + taken if ON_GPU else 0
                 peaks[name] = max(peak, peaks.get(name, 0))
                 samples.setdefault(name, []).extend(took)
                 del trained, loss
