@@ -14,6 +14,10 @@ at least one: a layer that the first pass skipped may be used later. Counts neve
 skipped occasionally keeps its count; in a pass without it, the bucket waits for `flush`.
 
 A pass usually ends with its backward. A layer whose kernel comes later says so during backward: `hooks.defer(param)`.
+
+A pass may begin with `main_grad` as the last one left it, where only hooks have ever brought a parameter's gradients
+(`hooks.taken`): the first one is copied there, as torch's DDP does. To zero it before, and add, is two passes over
+memory more.
 """
 
 import contextlib
@@ -104,6 +108,7 @@ class GradReadyHooks:
         self._names = names or [f"parameter {index}" for index in range(len(self._params))]
         self._names = dict(zip(self._params, self._names, strict=True))
         self._expected = None  # gradients produced per parameter in a pass; None until the first has ended
+        self._reported = set()  # parameters whose gradients kernels have ever reported
         self._warned = False
         self._deferred = Counter()  # gradients that are to come after backward
         self._lock = threading.RLock()
@@ -133,6 +138,11 @@ class GradReadyHooks:
         """How often each gradient is produced in a pass, by name; None until the first pass has ended."""
         return None if self._expected is None else {self._names[param]: n for param, n in self._expected.items()}
 
+    @property
+    def taken(self) -> set:
+        """The parameters whose gradients hooks alone have brought, in the passes that have ended."""
+        return {param for param, n in (self._expected or {}).items() if n and param not in self._reported}
+
     @contextlib.contextmanager
     def writing(self, param, stream=None):
         """A context in which kernels that add to `param.main_grad` are launched on `stream` (None: the current one).
@@ -141,9 +151,12 @@ class GradReadyHooks:
         """
         self._check_known(param)
         self._begin(written=False)
+        self._reported.add(param)
         lease = self._lease(param)
         again = param in self._written
         self._written.add(param)
+        if param in self._blank:
+            self._zero(lease, [param], stream)
         with lease.write(stream, ordered=again):
             yield param.main_grad
         self._count(param, by_hook=False)
@@ -157,6 +170,13 @@ class GradReadyHooks:
         """
         self._check_known(param)
         self._begin(written=True)
+        self._reported.add(param)
+        if param in self._blank:
+            raise LeaseError(
+                f"{self._names[param]}: a kernel has added to its main_grad, which earlier passes had filled by hooks "
+                f"alone, so that it began with the last gradient; launch the kernel inside of "
+                f"grad_ready_hooks(param).writing(param), or begin the pass by the wrapper's zero_grad()"
+            )
         lease = self._lease(param)
         stream = lease.dev.current_stream() if stream is None else stream
         self._written.add(param)
@@ -168,6 +188,7 @@ class GradReadyHooks:
         """Announce, during backward, a gradient that `writing` or `produced` will report after it: the pass waits."""
         self._check_known(param)
         self._begin(written=False)
+        self._reported.add(param)
         self._deferred[param] += 1
 
     @property
@@ -189,13 +210,17 @@ class GradReadyHooks:
         """End the pass: report the remaining buckets, and learn from this pass how many gradients to expect."""
         with self._lock:
             while self._unreported:
-                self._on_ready(self._unreported.pop(0))
+                self._report()
             self._over = True
             self._learn()
 
-    def reset(self):
-        """Begin a pass. The counts of an abandoned pass are discarded."""
+    def reset(self, blank=()):
+        """Begin a pass. The counts of an abandoned pass are discarded.
+
+        blank: parameters, of `taken`, whose `main_grad` is anything, and counts as zero.
+        """
         with self._lock:
+            self._blank = set(blank)
             self._unreported = list(dict.fromkeys(self._bucket_of.values()))
             self._counts = dict.fromkeys(self._params, 0)
             self._written, self._announced, self._over = set(), set(), False
@@ -205,6 +230,11 @@ class GradReadyHooks:
             self._incomplete = dict.fromkeys(self._unreported, 0)  # number of parameters that a bucket waits for
             for bucket in self._bucket_of.values():
                 self._incomplete[bucket] += 1  # also without a gradient so far: it may have one in this pass
+
+    def zero_blank(self, stream=None):
+        """Zero on `stream` (None: the current one) what has had no gradient in this pass, and was not zero before."""
+        for bucket, params in self._blank_by_bucket().items():
+            self._zero(bucket.lease, params, stream)
 
     def relearn(self):
         """Forget the counts: the next pass counts again, and reports nothing before `flush`."""
@@ -231,8 +261,30 @@ class GradReadyHooks:
             again = param in self._written
             self._written.add(param)
             with lease.write(ordered=again):
-                param.main_grad.add_(grad)
+                if param in self._blank:
+                    self._blank.discard(param)
+                    param.main_grad.copy_(grad)
+                else:
+                    param.main_grad.add_(grad)
             self._count(param, by_hook=True)
+
+    def _report(self):
+        bucket = self._unreported.pop(0)
+        if params := self._blank_by_bucket().get(bucket):
+            self._zero(bucket.lease, params)
+        self._on_ready(bucket)
+
+    def _blank_by_bucket(self) -> dict:
+        found = {}
+        for param in self._params if self._blank else ():
+            if param in self._blank:
+                found.setdefault(self._bucket_of[param], []).append(param)
+        return found
+
+    def _zero(self, lease, params, stream=None):
+        self._blank.difference_update(params)
+        with lease.dev.stream(lease.dev.current_stream() if stream is None else stream), lease.write(stream):
+            torch._foreach_zero_([param.main_grad for param in params])
 
     def _arrived(self, param):
         if self._deferred[param]:
@@ -284,7 +336,7 @@ class GradReadyHooks:
             if self._counts[param] == max(1, self._expected[param]):
                 self._incomplete[self._bucket_of[param]] -= 1
             while self._unreported and not self._incomplete[self._unreported[0]]:
-                self._on_ready(self._unreported.pop(0))
+                self._report()
 
     def _learn(self):
         if not any(self._counts.values()):

@@ -220,7 +220,7 @@ class FusedLinear(nn.Module):
         def kernel():
             if self.sleep:
                 torch.cuda._sleep(self.sleep)
-            weight.main_grad.addmm_(dy.t(), x)
+            weight.main_grad.add_(dy.t() @ x)
 
         with torch.no_grad(), dev.stream(self.stream):
             if self.told == "where launched":
@@ -615,6 +615,70 @@ def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
     for late in (ddp.finish_grad_sync, lambda: ddp(x).sum().backward()):
         with pytest.raises(LeaseError, match="a kernel added to the main_grad of a.weight .* outside of a backward"):
             late()
+    ddp.remove()
+
+
+class Changing(nn.Module):
+    """Two layers, of which a forward uses those that it is told, the second by a fused kernel or without."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), FusedLinear(4, told=told)
+        with torch.no_grad():
+            self.a.weight.zero_(), self.b.weight.zero_()
+
+    def forward(self, x, used):
+        y = self.a(x) if "a" in used else torch.zeros_like(x)
+        return y + (x @ self.b.weight.t() if "b" in used else self.b(x) if "fused" in used else 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_overlapped_ddp_begins_a_pass_with_any_main_grads(ctx, mode, grad_dtype):
+    """It copies a first gradient that a hook has brought, as all before, and takes none for zero."""
+
+    def wrapped(told):
+        model = Changing(told).to(ctx.device)
+        return model, OverlappedDDP(model, mesh=ctx, grad_dtype=grad_dtype, **mode)
+
+    def backward(ddp, used):
+        for parameter in ddp.bucket_of:
+            parameter.main_grad.fill_(torch.nan)
+        ddp(torch.full((1, 4), 1.0 + ctx.rank, device=ctx.device), used).sum().backward()
+
+    model, ddp = wrapped("where launched")
+    optimizer, want = torch.optim.SGD(ddp.owned_parameters(), lr=2.0), {"a": 0.0, "b": 0.0}
+    for passes in (["a b"], ["a"], ["b"], ["a b", "a", "b"], ["a fused"], ["a", "fused"], ["fused", "b"], ["a"], ["b"]):
+        for number, used in enumerate(passes):
+            with contextlib.nullcontext() if used is passes[-1] else ddp.no_sync():
+                if number:
+                    ddp(torch.full((1, 4), 1.0 + ctx.rank, device=ctx.device), used).sum().backward()
+                else:
+                    backward(ddp, used)
+            for name in want:
+                want[name] -= 3.0 * (name in used.split() or name == "b" and "fused" in used)  # twice the mean, 1.5
+        optimizer.step()
+        optimizer.zero_grad()
+        if passes == ["a"]:  # one that is set by hand is added to, in shards too
+            model.a.weight.grad, want["a"] = torch.full_like(model.a.weight, 2.0), want["a"] - 4.0
+        ddp.module(torch.ones(1, 4, device=ctx.device), "a b")
+        for name, value in want.items():
+            got = model.get_parameter(f"{name}.weight") - 4.0 * (passes == ["a"] and name == "a")
+            assert got.eq(value).all(), (passes, name)
+    ddp.remove()
+
+    model, ddp = wrapped("after launch")
+    backward(ddp, "a b")
+    ddp.zero_grad()
+    ddp(torch.ones(1, 4, device=ctx.device), "a fused").sum().backward()
+    assert model.b.weight.main_grad.isfinite().all()
+    ddp.remove()
+    model, ddp = wrapped("after launch")
+    backward(ddp, "a b")
+    torch.optim.SGD(ddp.owned_parameters(), lr=2.0).zero_grad()
+    with pytest.raises(LeaseError, match="b.weight: a kernel has added to its main_grad, .* by hooks alone"):
+        backward(ddp, "a fused")
     ddp.remove()
 
 

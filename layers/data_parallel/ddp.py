@@ -484,9 +484,8 @@ class OverlappedDDP(nn.Module):
 
     def _prepare(self):
         self._check_marks()
-        self.hooks.reset()
-        for bucket in self.buckets:
-            bucket.prepare()
+        taken = self.hooks.taken
+        self.hooks.reset([parameter for bucket in self.buckets for parameter in bucket.prepare(taken)])
         self._state = State.PREPARED
 
     def _take_over(self):
@@ -530,6 +529,7 @@ class OverlappedDDP(nn.Module):
 
     def _deliver(self, stream, reduced: bool):
         self._state, self._reduced, self._due = State.DELIVERED, reduced, False
+        self.hooks.zero_blank(stream)
         for bucket in self.buckets:
             bucket.deliver(stream, reduced)
 

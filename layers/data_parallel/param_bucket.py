@@ -161,16 +161,23 @@ class ParamBucket:
             grads.zero_()
 
     @torch.no_grad()
-    def prepare(self):
-        """Let `main_grad` be what `.grad` says, which may have been dropped, changed or replaced. May be repeated."""
+    def prepare(self, taken=frozenset()) -> list[nn.Parameter]:
+        """Let `main_grad` be what `.grad` says, which may have been dropped, changed or replaced. May be repeated.
+
+        taken: parameters whose `main_grad`, if it is to be zero, may stay as it is. Returns those of which it does.
+        """
         dropped = self.dropped
         if dropped and len(dropped) == len(self.parameters):
             for owned in self.owned:
                 owned.grad, self._outside = None, False
         self._leave_kept()
         if not self.delivered:
-            self.zero()
-            return
+            blank = [each for each in self.parameters if each in taken and not self._has_others(each)]
+            if others := set(self.parameters).difference(blank):
+                with self.grads.changed():
+                    torch._foreach_zero_([each.main_grad for each in others])
+            self.grads.end()
+            return blank
         replaced = {owned: given for owned, given in self.given.items() if owned.grad is not given}
         if self._outside and (replaced or self.changed):
             raise LeaseError(
@@ -194,6 +201,12 @@ class ParamBucket:
                     if parameter.grad is None or parameter.grad is self._marks[parameter].nan:
                         self._mark(parameter)
                 self.follow()
+        return []
+
+    def _has_others(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's `.grad` is a tensor that this bucket knows nothing of."""
+        mark = getattr(self._marks.get(parameter), "nan", None)
+        return not any(parameter.grad is known for known in (None, mark, self.given.get(parameter)))
 
     def _leave_kept(self):
         """Move a `.grad` that was dropped, and that somebody has kept, to memory of its own: this one is used again."""
@@ -217,11 +230,9 @@ class ParamBucket:
                 grads[:begin].zero_()
                 self._own.mul_(self.levels.share)
                 grads[begin + self._own.numel() :].zero_()
-        for parameter in self.parameters:
-            mark = getattr(self._marks.get(parameter), "nan", None)
-            if not any(parameter.grad is known for known in (None, mark, self.given.get(parameter))):
-                with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
-                    parameter.main_grad.add_(parameter.grad)
+        for parameter in filter(self._has_others, self.parameters):
+            with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
+                parameter.main_grad.add_(parameter.grad)
         self._taken = {owned for owned in self.owned if owned.grad is not None}
         self.drop()
 
