@@ -261,11 +261,13 @@ class GradReadyHooks:
             again = param in self._written
             self._written.add(param)
             with lease.write(ordered=again):
-                if param in self._blank:
-                    self._blank.discard(param)
+                if param not in self._blank:
+                    param.main_grad.add_(grad)
+                elif grad.layout is torch.strided:
                     param.main_grad.copy_(grad)
                 else:
-                    param.main_grad.add_(grad)
+                    param.main_grad.zero_().add_(grad)
+                self._blank.discard(param)
             self._count(param, by_hook=True)
 
     def _report(self):
