@@ -206,6 +206,7 @@ def _alone(ctx: Context):
     gc.collect()
     if ON_GPU:
         torch.cuda.synchronize()
+        torch.empty(1, device=ctx.device)  # what streams have just let go of is freed by the next allocation
         torch.cuda.empty_cache()
     ctx.group.barrier()
 
