@@ -27,7 +27,7 @@ from tkernels.variants import variants
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FOLDERS = (
-    "comm", "tkernels", "layers", "layers/pipeline", "layers/userbuffers", "layers/cublasmp", "layers/doors",
+    "comm", "tkernels", "layers", "layers/pipeline", "layers/userbuffers", "layers/cublasmp", "layers/doors", "bench",
 )  # fmt: skip
 GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
