@@ -27,7 +27,8 @@ from tkernels.variants import variants
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FOLDERS = (
-    "comm", "tkernels", "layers", "layers/pipeline", "layers/userbuffers", "layers/cublasmp", "layers/doors", "bench",
+    "comm", "tkernels", "layers", "layers/tensor_parallel", "layers/data_parallel", "layers/pipeline",
+    "layers/userbuffers", "layers/cublasmp", "layers/doors", "bench",
 )  # fmt: skip
 GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
@@ -79,11 +80,19 @@ def test_the_tree_names_every_source_file_and_no_other():
 @pytest.mark.quick
 @pytest.mark.parametrize("path", ["README.md", *GUIDES])
 def test_links_lead_somewhere(path):
-    text = re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = [re.sub(r"[^\w -]", "", title).lower() for title in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
-    anchors = {f"#{title.replace(' ', '-')}" for title in titles}
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        assert link in anchors if link.startswith("#") else (ROOT / path).parent.joinpath(link).exists(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / path)):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / path).parent / file if file else ROOT / path
+        assert target.exists() and (not anchor or anchor in anchors(target)), link
+
+
+def prose(path: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 def test_readme_leads_to_every_guide():
