@@ -483,6 +483,29 @@ def test_a_compiled_block_gives_the_same_results_and_gradients(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_matmul_and_its_kin_name_operands_that_dont_fit_in_compiled_code_too(ctx, name):
+    """The trace of their gradients fails at these as well, in torch's words."""
+    x, w = (torch.ones(rows, 8, device=ctx.device, requires_grad=True) for rows in (4, 6))
+    step = torch.compile(lambda *operands: getattr(tkernels, name)(*operands), fullgraph=True, backend="aot_eager")
+    wrong = [
+        ((x, w.t()), r"x is \(4, 8\) and w is \(8, 6\), but K"), ((x, w[0]), r"w must be a matrix"),
+        ((x, w[None]), "w must be a matrix"), ((x, w.bfloat16()), "x is torch.float32 and w is torch.bfloat16"),
+        ((x, w, torch.ones(1, device=ctx.device, requires_grad=True)), r"bias is torch.float32 \(1,\)"),
+    ]  # fmt: skip
+    for operands, said in wrong:
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=f"{name}: {said}"):
+            step(*operands)
+    if name == "all_gather_matmul":
+        with pytest.raises(Exception, match=f"{name}: bias is torch.float32 \\(1,\\)"):
+            torch.compile(tkernels.all_gather_matmul, fullgraph=True, backend="aot_eager")(
+                x, [w, w], [None, torch.ones(1, device=ctx.device, requires_grad=True)]
+            )
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
 def test_compiled_code_sees_that_out_is_written(ctx):
     def step(shard, memory):
         before = memory + 1
@@ -844,10 +867,32 @@ def test_matmul_and_its_kin_refuse_tensors_that_stand_for_others_where_no_operat
     with pytest.raises(TypeError, match=said):
         tkernels.all_gather_matmul(x, w, return_gathered=whole(16, 16), ctx=ctx)
     for operation, rows in ((tkernels.all_gather, 16), (tkernels.reduce_scatter, 4), (tkernels.all_reduce, 8)):
-        with pytest.raises((RuntimeError, ValueError), match=f"tkernels::{operation.__name__}_out"):  # by torch
+        with pytest.raises(TypeError, match=f"^{operation.__name__}: out is a DTensor; .*to_local"):
             operation(x, out=whole(rows, 16), ctx=ctx)
-    with torch.no_grad(), pytest.raises(TypeError, match="stands for other tensors"):
-        torch.func.vmap(lambda x: tkernels.matmul(x, w, config=GemmConfig(16, 16, 16)))(x[None])
+    fills = lambda x: tkernels.all_reduce(x, out=torch.empty_like(x), ctx=ctx)  # noqa: E731
+    for function in (lambda x: tkernels.matmul(x, w, config=GemmConfig(16, 16, 16)), fills):
+        with torch.no_grad(), pytest.raises(TypeError, match="stands for other tensors"):
+            torch.func.vmap(function)(x[None])
+
+
+@pytest.mark.ranks(2)
+def test_matmul_and_every_operation_refuse_dtensors_and_name_what_is_wrong_in_a_list(ctx):
+    """torch's own errors told to make DTensors of the other operands, and then that there is no rule for them."""
+    mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
+    x, w = torch.ones(8, 16, device=ctx.device), torch.ones(6, 16, device=ctx.device)
+    whole, many = DTensor.from_local(w, mesh, [Replicate()]), torch.nested.nested_tensor([w, w], layout=torch.jagged)
+    for name in ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        for operands in ((x, whole), (whole, whole), (whole.view(2, 3, 16), w)):
+            with pytest.raises(TypeError, match=rf"^{name}: [xw]\w* is a DTensor; pass .* as its to_local"):
+                getattr(tkernels, name)(*operands)
+    for operation in (tkernels.all_gather, tkernels.reduce_scatter, tkernels.all_reduce, tkernels.quantize):
+        with pytest.raises(TypeError, match=f"^{operation.__name__}: x.* is a DTensor"):
+            operation(whole)
+    for weights, said in (([w, whole], "a DTensor"), ([w, many], "one tensor, not a nested one")):
+        with pytest.raises(TypeError, match=rf"^all_gather_matmul: w_shard_n\[1\] (is|must be) {said}"):
+            tkernels.all_gather_matmul(x, weights, ctx=ctx)
+    with pytest.raises(TypeError, match="^all_reduce: out must be one tensor, not a nested one"):
+        tkernels.all_reduce(x, out=many, ctx=ctx)
 
 
 @pytest.mark.ranks(2)

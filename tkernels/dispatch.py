@@ -77,9 +77,10 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
     num_tensors, labels = len(operands), [a.name for a in operands]
     optional = [a.name for a in operands if "Optional" in str(a.type)]
 
-    def check(tensors):
+    def check(tensors, out):
         given = zip(labels, tensors, strict=True)
-        check_dense(name, **{label: each for label, each in given if each is not None or label not in optional})
+        given = {label: each for label, each in given if each is not None or label not in optional} | out
+        check_local(name.removesuffix("_out"), **given)
 
     class Differentiable(torch.autograd.Function):
         forward = staticmethod(direct)
@@ -114,8 +115,10 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
     def call(*arguments, **out):
         tensors = arguments[:num_tensors]
         if tensors[0] is None or watched((*tensors, *out.values()) if out else tensors):
-            check(tensors)
+            check(tensors, out)
             check_not_recorded(name)
+            if out and transformed():
+                check_memory(name.removesuffix("_out"), *tensors, *out.values())
             if backward is not None and transformed():
                 return apply_transformed(name, Transformed, *arguments)
             check_without_tangents(name, *tensors, *out.values())
@@ -125,8 +128,7 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
                 return apply(*arguments)
             result = direct(*arguments, **out)
         except TypeError:  # of an operand, perhaps, which is named here
-            check(tensors)
-            check_dense(name.removesuffix("_out"), **out)
+            check(tensors, out)
             raise
         if out:
             count_writes(*out.values())
@@ -199,16 +201,29 @@ def _run(name, function, tensors, outs):
     modes = torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, TRACING))
     if modes or torch.compiler.is_compiling():
         raise RuntimeError(f"tkernels.{name}: {UNTRACED}; leave these out of what torch.export or make_fx traces")
+    check_memory(name, *tensors)
+    check_without_tangents(name, *tensors)
+    result = function()
+    count_writes(*outs)
+    return result
+
+
+def check_local(name: str, **tensors: torch.Tensor):
+    """Raises TypeError for DTensors, for which the operators have no rules, and what `check_dense` does."""
+    check_dense(name, **tensors)
+    for label, each in tensors.items():
+        if type(each).__name__ == "DTensor" and not torch.compiler.is_compiling():  # whose module takes long to import
+            raise TypeError(f"{name}: {label} is a DTensor; pass a plain tensor, as its to_local() gives")
+
+
+def check_memory(name: str, *tensors: torch.Tensor | None):
+    """Raises TypeError for tensors that have no memory of their own."""
     for each in tensors:
         if not has_memory(each):
             raise TypeError(
                 f"tkernels.{name}: a {type(each).__name__} that stands for other tensors is no memory for a kernel; "
                 f"pass those, as its to_local() may give, or leave out out=, config= and return_gathered="
             )
-    check_without_tangents(name, *tensors)
-    result = function()
-    count_writes(*outs)
-    return result
 
 
 def has_memory(tensor: torch.Tensor | None) -> bool:

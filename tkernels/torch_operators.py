@@ -43,8 +43,17 @@ from tkernels.comm.arguments import check_out
 from tkernels.comm.contexts import find_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8, result_dtype
-from tkernels.dispatch import PLAIN, apply_transformed, define, register, transformed, wants_gradient, watched
-from tkernels.gemm import Scales, may_stage, multiply, precision
+from tkernels.dispatch import (
+    PLAIN,
+    apply_transformed,
+    check_local,
+    define,
+    register,
+    transformed,
+    wants_gradient,
+    watched,
+)
+from tkernels.gemm import Scales, check_operands, may_stage, multiply, precision
 from tkernels.leading import ROWS_FIRST
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -72,7 +81,9 @@ def _matmul_impl(x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_
     return multiply(options, (x, w, bias, None, *Scales.given(x_scale, w_scale)))
 
 
-def _product_fake(M, x, w, out_dtype=None):
+def _product_fake(name, M, x, w, bias, activation, out_dtype=None):
+    if x.dtype not in FP8:  # which have no gradient, whose trace would fail at these in words of its own
+        check_operands(name, x, w, bias, activation, x.device)
     return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype))
 
 
@@ -84,7 +95,9 @@ ops.matmul = define(
     "matmul(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, str? activation,"
     " ScalarType? out_dtype=None, bool fast_accum=True) -> Tensor",
     _matmul_impl,
-    lambda x, w, bias, x_scale, w_scale, activation, out_dtype=None, *_: _product_fake(x.shape[0], x, w, out_dtype),
+    lambda x, w, bias, x_scale, w_scale, activation, out_dtype=None, *_: _product_fake(
+        "matmul", x.shape[0], x, w, bias, activation, out_dtype
+    ),
     _matmul_backward,
     saved=2,
 )
@@ -145,7 +158,8 @@ def _all_gather_matmul_fake(
 ):  # fmt: skip
     M = sum(rows)
     scales = (M, 1) if return_gathered and x_scale is not None else (0,)
-    y, gathered = _product_fake(M, x_shard_m, w, out_dtype), _gathered_fake(M, x_shard_m, return_gathered)
+    y = _product_fake("all_gather_matmul", M, x_shard_m, w, bias, activation, out_dtype)
+    gathered = _gathered_fake(M, x_shard_m, return_gathered)
     return y, gathered, x_shard_m.new_empty(scales, dtype=torch.float32)
 
 
@@ -219,8 +233,10 @@ def _all_gather_matmuls_impl(x_shard_m, *arguments, **options):
 
 
 def _all_gather_matmuls_fake(x_shard_m, ws, biases, biased, activation, return_gathered, rows, *_):
-    M = sum(rows)
-    return [_product_fake(M, x_shard_m, w) for w in ws], _gathered_fake(M, x_shard_m, return_gathered)
+    M, given = sum(rows), iter(biases)
+    pairs = [(w, next(given) if each else None) for w, each in zip(ws, biased, strict=True)]
+    ys = [_product_fake("all_gather_matmul", M, x_shard_m, w, bias, activation) for w, bias in pairs]
+    return ys, _gathered_fake(M, x_shard_m, return_gathered)
 
 
 def _all_gather_matmuls_setup(ctx, inputs, output):
@@ -280,6 +296,9 @@ def all_gather_matmuls(x_shard_m, ws: list, biases: list, activation, return_gat
     given = [each for each in biases if each is not None]
     options = [each is not None for each in biases], activation, return_gathered, rows, context, path, leading
     if watched(tensors):
+        named = {"x_shard_m": x_shard_m} | {f"w_shard_n[{at}]": w for at, w in enumerate(ws)}
+        named |= {f"bias[{at}]": bias for at, bias in enumerate(biases) if bias is not None}
+        check_local("all_gather_matmul", **named)
         return _all_gather_matmuls(x_shard_m, ws, given, *options)
     if wants_gradient(*tensors):
         *ys, gathered = _apply_several(options, x_shard_m, *ws, *given)
@@ -303,7 +322,8 @@ def _matmul_reduce_scatter_impl(x, w, bias, x_scale, w_scale, activation, rows, 
 def _matmul_reduce_scatter_fake(
     x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None, *_
 ):  # fmt: skip
-    return _product_fake(rows[find_context(context).rank], x_shard_k, w_shard_k, out_dtype)
+    M = rows[find_context(context).rank]
+    return _product_fake("matmul_reduce_scatter", M, x_shard_k, w_shard_k, bias, activation, out_dtype)
 
 
 def _matmul_reduce_scatter_backward(ctx, dy):
@@ -372,7 +392,8 @@ def _matmul_all_reduce_impl(x, w, bias, x_scale, w_scale, activation, *options):
 def _matmul_all_reduce_fake(
     x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, context, path=None, out_dtype=None, *_
 ):  # fmt: skip
-    return _product_fake(x_shard_k.shape[0], x_shard_k, w_shard_k, out_dtype)
+    M = x_shard_k.shape[0]
+    return _product_fake("matmul_all_reduce", M, x_shard_k, w_shard_k, bias, activation, out_dtype)
 
 
 ops.matmul_all_reduce = define(
