@@ -36,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm.arguments import LARGEST, check_type, whole
+from tkernels.comm.arguments import LARGEST, check_dense, check_resolved, whole
 from tkernels.comm.calls import form_of
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import (
@@ -261,14 +261,15 @@ class Channel:
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receive the next message of `src` into a contiguous tensor of the size that was sent, on the current stream.
 
-        Returns the tensor. Raises ValueError for a tensor that isn't contiguous or is on another device, or without a
-        `src`.
+        Returns the tensor. It counts as written, so that a backward that has saved it is refused. Raises ValueError for
+        a tensor that isn't contiguous or is on another device, or without a `src`.
         """
         for part in self._parts(tensor, "receive", self.src):
             with self._receiving.turn(self.arrival) as state:
                 form = form_of(tensor.dtype, part.numel())
                 words = {"full": self._full, "free": self._free}
                 self._launch(channel_receive_kernel, OP_RECEIVE, part, state, self.src, form, **words)
+        torch.autograd.graph.increment_version(tensor)
         return tensor
 
     def close(self):
@@ -287,7 +288,8 @@ class Channel:
             raise TkernelsError("channel: it has been closed, and its slots are given back; make a new one")
         if peer is None:
             raise ValueError(f"channel: rank {self.ctx.rank} has no peer to {verb} to or from; it was made with None")
-        check_type("channel: the message", tensor, torch.Tensor, "a tensor")
+        check_dense("channel", tensor=tensor)
+        check_resolved("channel", "tensor", tensor)
         if tensor.device != self.ctx.device:
             raise ValueError(f"channel: the tensor is on {tensor.device}, but the context works on {self.ctx.device}")
         if not tensor.is_contiguous():
@@ -344,6 +346,7 @@ def _check_options(ctx: Context, dst, src, options: dict):
     with ctx.group.checking():
         dst, src = (end if end is None else whole("channel: dst and src", end, -LARGEST) for end in (dst, src))
         options = {name: whole(f"channel: {name}", value, 1) for name, value in options.items()}
+        ctx.check_resident(options["num_programs"])
     with ctx.group.during(lambda: ("channel", options)):
         ends = ctx.group.gather((dst, src))
     edges = {(rank, dst) for rank, (dst, _) in enumerate(ends) if dst is not None}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import calls, capture, contexts, device, interpreter, runtime
-from tkernels.comm.arguments import check_type, switch, whole
+from tkernels.comm.arguments import check_flags, check_type, switch, whole
 from tkernels.comm.calls import Call, Shared, Turn
 from tkernels.comm.copies import Copies, Send
 from tkernels.comm.device import Link
@@ -182,6 +182,7 @@ class Context:
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
         try:
+            check_flags("init", default=default)
             options = _options(transport, timeout_s, num_programs, heap_bytes, compare_calls)
         except (TypeError, ValueError, TkernelsError) as error:
             options = error  # for all ranks to raise
@@ -267,8 +268,11 @@ class Context:
     def __repr__(self):
         return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, {self.transport})"
 
-    def __deepcopy__(self, memo):
+    def __copy__(self):
         return self  # what is copied is on the same ranks
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __reduce__(self):
         raise TypeError(
@@ -324,6 +328,7 @@ class Context:
 
     def link(self, operation: tl.constexpr | int) -> Link:
         """The constants of a launch of `operation` (`device.operation`): the argument L of its kernel."""
+        operation = whole("link: operation", getattr(operation, "value", operation))
         constants = (self.size, operation, self.transport_id, False, runtime.has_tma())
         return Link(*map(tl.constexpr, constants))
 
@@ -338,6 +343,7 @@ class Context:
 
     def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> PreparedLaunch:
         """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names."""
+        num_programs = whole("launch: num_programs", num_programs, 1)
         if self.transport == self.runtime == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
 
@@ -345,12 +351,16 @@ class Context:
         if self.runtime == "nvshmem":
             # Programs wait for each other, so all must be resident at once: a cooperative launch fails otherwise.
             options["launch_cooperative_grid"] = True
-        elif num_programs > interpreter.resident():
+        self.check_resident(num_programs)
+        return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
+
+    def check_resident(self, num_programs: int):
+        """Raise ValueError for more programs than the interpreter runs at once. A GPU's driver refuses its own."""
+        if self.runtime == "simulated" and num_programs > interpreter.resident():
             raise ValueError(
                 f"{num_programs} programs wait for each other, but the interpreter runs {interpreter.resident()} at "
                 f"once; pass init(num_programs=...) of no more, or set TKERNELS_RESIDENT"
             )
-        return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
     def bind_call(
         self, kernel, num_programs: int, workspace: Workspace, operation: tl.constexpr | int, *,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import calls, runtime
+from tkernels.comm.arguments import check_type
 from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET
 from tkernels.comm.device_simulated import delay, give_up, spin, spin_packets
 from tkernels.comm.simulated_network import refuse_unmapped
@@ -115,8 +116,9 @@ _operations = {}
 def operation(name: str) -> tl.constexpr:
     """The number that identifies an operation in fault records, derived from its name: the same on every rank.
 
-    Raises ValueError if another name already has that number.
+    Raises ValueError if another name already has that number, TypeError for what is no name.
     """
+    check_type("operation: name", name, str, "a name")
     number = zlib.crc32(name.encode()) >> 1  # an int32
     if _operations.setdefault(number, name) != name:
         raise ValueError(f"operation: {name!r} has the number of {_operations[number]!r}; choose another name")

@@ -6,6 +6,7 @@ compiles, and later ones hand the addresses of their tensors to the launcher of 
 
 import copy
 import functools
+import inspect
 import itertools
 import types
 
@@ -37,10 +38,13 @@ class PreparedLaunch:
     shared = None  # what the ranks share of the call whose number is an argument; kept, so that an error can name it
 
     def __init__(self, kernel, num_programs: int, arguments=(), varying: tuple[str, ...] = (), context=None, **options):
-        names = kernel.arg_names
+        names = getattr(kernel, "arg_names", None)
+        if names is None:
+            raise TypeError(f"launch: kernel={kernel!r} must be a function under @triton.jit")
         self._kernel, self._num_programs, self._context = kernel, num_programs, context
         self._arguments = dict(zip(names, arguments, strict=False))
         self._arguments |= {name: options.pop(name) for name in names if name in options}
+        _check_arguments(kernel, len(arguments), self._arguments)
         self._options = options
         self._varying = {name: _maker(self._arguments.pop(name)) for name in varying}
         self._compiled = self._launcher = None
@@ -129,6 +133,16 @@ class PreparedLaunch:
         self._launch = _short(launcher, compiled, self._num_programs)
         self._launcher = launcher  # last: from here on, other threads' calls use it
         return True
+
+
+def _check_arguments(kernel, positional: int, given: dict):
+    """Raises TypeError for more arguments than the kernel has, and for fewer. given: by name."""
+    if positional > len(kernel.arg_names):
+        raise TypeError(f"launch: {kernel.__name__} takes {len(kernel.arg_names)} arguments, got {positional}")
+    if missing := [name for name in kernel.arg_names if name not in given]:
+        parameters = inspect.signature(kernel.fn).parameters
+        if missing := [name for name in missing if parameters[name].default is inspect.Parameter.empty]:
+            raise TypeError(f"launch: {kernel.__name__} was not given {', '.join(missing)}")
 
 
 def _short(launcher, compiled, num_programs: int):

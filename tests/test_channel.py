@@ -266,6 +266,42 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_channel_receive_counts_as_a_write_so_that_a_backward_that_has_saved_what_was_there_is_refused(ctx):
+    channel, peer = ring(ctx), 1 - ctx.rank
+    w, factor = torch.ones(3, device=ctx.device, requires_grad=True), torch.ones(3, device=ctx.device)
+    y = w * factor
+    channel.send(torch.full((3,), 5.0 + ctx.rank, device=ctx.device))
+    assert channel.receive(factor).tolist() == [5.0 + peer] * 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    channel.close()
+
+
+@pytest.mark.ranks(2)
+def test_channel_refuses_what_is_no_message_and_more_programs_than_run_at_once(ctx):
+    channel, ones = ring(ctx), torch.ones(3, device=ctx.device)
+    for wrong, said in (
+        (3, "tensor=3 must be a tensor"),
+        (ones.to_sparse(), "tensor must be a strided tensor, not torch.sparse_coo"),
+        (torch.nested.nested_tensor([ones, ones], layout=torch.jagged), "tensor must be one tensor, not a nested one"),
+    ):
+        for verb in (channel.send, channel.receive):
+            with pytest.raises(TypeError, match=f"^channel: {said}"):
+                verb(wrong)
+    for view in (torch._neg_view(ones), torch.ones(3, dtype=torch.complex64, device=ctx.device).conj()):
+        for verb in (channel.send, channel.receive):
+            with pytest.raises(ValueError, match="^channel: tensor is a negated or conjugated view"):
+                verb(view)
+    channel.send(ones)
+    assert channel.receive(torch.zeros_like(ones)).equal(ones)
+    channel.close()
+    if ctx.runtime == "simulated":
+        most = interpreter.resident()
+        with pytest.raises(ValueError, match=f"{most + 1} programs wait for each other, but .* runs {most} at once"):
+            ring(ctx, num_programs=most + 1)
+
+
+@pytest.mark.ranks(2)
 def test_words_begin_with_zero_and_nobody_sends_before_every_ranks_do(ctx):
     with tkernels.init(heap_bytes=1 << 20) as context:
         with_ones = context.empty(1 << 16)

@@ -458,7 +458,7 @@ def test_init_compare_calls_ends_with_the_limit_and_names_the_rank_that_is_missi
 @pytest.mark.quick
 @pytest.mark.ranks(1)
 def test_context_is_shared_by_copies_and_refuses_to_be_pickled(ctx):
-    assert copy.deepcopy({"ctx": ctx})["ctx"] is ctx
+    assert copy.deepcopy({"ctx": ctx})["ctx"] is copy.copy(ctx) is ctx
     with pytest.raises(TypeError, match=r"Context\(.*: rank 0 of 1, .* can't be pickled: .* make its own by init"):
         pickle.dumps({"ctx": ctx})
 
@@ -500,6 +500,7 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
     for name, wrong, said in (
         ("transport", ["peer"], r"transport=\['peer'\] must be a name"),
         ("num_programs", None if ctx.rank else 2.5, "num_programs=2.5 must be a whole number"),  # of one rank alone
+        ("default", "False" if ctx.rank else True, "default='False' must be True or False"),
         ("group", "world", "group='world' must be .* torch.distributed, a DeviceMesh of one dimension, or"),
     ):
         with pytest.raises(TypeError, match=f"init: {said}") as refused:

@@ -278,6 +278,28 @@ def test_signals_of_all_ranks_add_up_exactly(ctx, transport):
     ctx.free(words)
 
 
+@pytest.mark.ranks(2)
+def test_launch_names_what_is_wrong_with_a_kernel_and_its_arguments_and_the_context_goes_on(ctx):
+    """A kernel that lacked an argument was taken for one that had been interrupted, and the context for spent."""
+    word, link = torch.zeros(1, dtype=torch.int64, device=ctx.device), ctx.link(OP)
+    right = word, 1, 1, 1, ctx.table, ctx.rank, link, ADD
+    for kernel, programs, arguments, error, said in (
+        (add_kernel, 1, right[:3], TypeError, "add_kernel was not given total, table, RANK, L, OPERATOR"),
+        (add_kernel, 1, (*right, 1), TypeError, "add_kernel takes 8 arguments, got 9"),
+        (add_kernel, 0, right, ValueError, "num_programs=0 must be at least 1"),
+        (add_kernel, (1,), right, TypeError, r"num_programs=\(1,\) must be a whole number"),
+        (len, 1, right, TypeError, "kernel=<built-in function len> must be a function under @triton.jit"),
+    ):
+        with pytest.raises(error, match=f"^launch: {said}"):
+            ctx.launch(kernel, programs, *arguments)
+    with pytest.raises(TypeError, match="^link: operation='shift' must be a whole number"):
+        ctx.link("shift")
+    with pytest.raises(TypeError, match="^operation: name=3 must be a name"):
+        operation(3)
+    ctx.check()
+    ctx.barrier()
+
+
 @triton.jit
 def set_kernel(words, value, least, table, RANK: tl.constexpr, L):
     net = Net(table, RANK)

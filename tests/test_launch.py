@@ -377,6 +377,21 @@ def test_launch_needs_no_output(pool):
     assert pool.run(without_output) == [0, 1]
 
 
+def with_output_for_nobody(ctx):
+    reading, writing = os.pipe()
+    os.close(reading)
+    sys.stdout = os.fdopen(writing, "w")
+    print("hello")  # into a buffer
+    return ctx.rank
+
+
+def test_launch_raises_what_is_wrong_with_output_that_could_not_be_written(pool):
+    """Ranks ended, for a reason that nobody was told, "before they had finished"."""
+    with pytest.raises(RankError, match=r"^rank \d of 2: BrokenPipeError"):
+        pool.run(with_output_for_nobody)
+    assert pool.pids == []
+
+
 def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(pool):
     pool.run(who)
     pids = pool.pids

@@ -484,12 +484,19 @@ def _answer(pipe: Connection, work, *args):
     """Send (None, the result of the work), or (when it failed, how), a description."""
     try:
         answer = None, work(*args)
+        _flush()
     except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
         answer = time.monotonic(), _describe(error)
+        with contextlib.suppress(Exception):
+            _flush()
+    pipe.send_bytes(pickle.dumps(answer))
+
+
+def _flush():
+    """So that the output is there when the call returns. Raises what the streams do, as for a pipe without a reader."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):  # a daemon has none
-            stream.flush()  # so that the output is there when the call returns
-    pipe.send_bytes(pickle.dumps(answer))
+            stream.flush()
 
 
 def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict):

@@ -27,7 +27,7 @@ from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
+from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, fused_layout, layout_of, precision
 from tkernels.library import multiply_scaled_into
 from tkernels.paths import Choice, check_depth, explain, fused_sizes, local_sizes
@@ -69,9 +69,11 @@ class Job:
         return precision(self.dtype, self.fast_accum)
 
     def check(self, ranks: int):
-        """Raises ValueError for a job that cannot be tuned on that many ranks."""
+        """Raises ValueError or TypeError for a job that cannot be tuned on that many ranks."""
         if self.operation not in configs.OPERATIONS:
             raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(configs.OPERATIONS)}")
+        if self.dtype not in DTYPES and self.dtype not in FP8:
+            raise TypeError(f"tune: products are of {', '.join(map(str, (*DTYPES, *FP8)))}, but dtype={self.dtype}")
         if ranks == 1 and self.operation != "matmul":
             raise ValueError(
                 f"tune: one rank multiplies alone, so {self.operation} is matmul there, with matmul's configuration; "
@@ -235,6 +237,8 @@ def tune(
     M, N, K = whole("tune: M", M, 1), whole("tune: N", N, 1), whole("tune: K", K, 1)
     check_torch_dtype("tune: dtype", dtype)
     check_type("tune: budget_s", budget_s, numbers.Real, "a number of seconds")
+    if not budget_s >= 0:
+        raise ValueError(f"tune: budget_s={budget_s} must be at least 0")
     job = Job(operation, M, N, K, dtype, layout, fast_accum)
     job.check(ctx.size)
     check_grid({} if grid is None else grid, operation)
