@@ -998,6 +998,12 @@ def test_install_in_a_fresh_process(tmp_path):
     subprocess.run([sys.executable, tmp_path / "script.py", interpreter.__file__], env=env, check=True, timeout=600)
 
 
+def test_execution_of_no_program_at_once_is_refused_by_the_name_of_the_variable():
+    with pytest.raises(ValueError, match="^TKERNELS_RESIDENT: 0 programs in flight; at least 1 must be"):
+        with interpreter.execution(resident=0):
+            pass
+
+
 def test_a_kernel_sees_only_its_own_imports():
     """Stock copies its own globals into a kernel's module, and a forgotten import shows on the GPU only."""
     nested_kernel[(1,)](torch.zeros(1, dtype=torch.int32), 1, identity)

@@ -187,7 +187,10 @@ def test_without_a_mark(ctx):
     ])
 
 
-@pytest.mark.parametrize("mark", ["ranks()", "ranks(0)", "ranks('2')", "ranks(2, timeout=3)"])
+@pytest.mark.parametrize(
+    "mark",
+    ["ranks()", "ranks(0)", "ranks('2')", "ranks(2, timeout=3)", "ranks(2, timeout_s='3')", "ranks(2, timeout_s=-1)"],
+)
 def test_a_mark_that_says_nothing_is_refused(run, mark):
     result = run(f"@pytest.mark.{mark}\ndef test_it(ctx): pass\n\ndef test_beside_it(): pass\n")
     result.assert_outcomes(passed=1, errors=1)

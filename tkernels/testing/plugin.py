@@ -28,6 +28,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import numbers
 import operator
 import os
 import pickle
@@ -167,8 +168,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def _mistake(marker) -> str | None:
     """What is wrong with a marker's arguments; such a test fails by itself, and the others of its module run."""
-    sizes, unknown = marker.args, set(marker.kwargs) - {"timeout_s"}
-    if sizes and not unknown and all(type(size) is int and size >= 1 for size in sizes):
+    sizes, unknown, timeout_s = marker.args, set(marker.kwargs) - {"timeout_s"}, marker.kwargs.get("timeout_s")
+    timed = timeout_s is None or isinstance(timeout_s, numbers.Real) and timeout_s > 0
+    if sizes and timed and not unknown and all(type(size) is int and size >= 1 for size in sizes):
         return None
     options = [repr(size) for size in sizes] + [f"{name}={value!r}" for name, value in marker.kwargs.items()]
     return (
