@@ -55,7 +55,7 @@ class _Settings:
 
     def __post_init__(self):
         if self.resident < 1:
-            raise ValueError(f"TKERNELS_RESIDENT: {self.resident} programs in flight; at least 1 must be")
+            raise ValueError(f"resident={self.resident} (TKERNELS_RESIDENT): at least 1 program must be in flight")
 
 
 _settings = _Settings()

@@ -5,9 +5,10 @@ import round_trips
 import torch
 import triton
 import triton.language as tl
-from transports import every_transport, late, over
+from transports import every_transport, late, over, simulated_only
 
-from tkernels.comm import device, interpreter
+import tkernels
+from tkernels.comm import TkernelsError, device, interpreter
 from tkernels.comm.device import (
     ADD,
     Net,
@@ -298,6 +299,30 @@ def test_launch_names_what_is_wrong_with_a_kernel_and_its_arguments_and_the_cont
         operation(3)
     ctx.check()
     ctx.barrier()
+
+
+@triton.jit
+def add_to_kernel(word, target, table, rank, L, OPERATOR: tl.constexpr):
+    signal(word, 1, target, Net(table, rank), L, OPERATOR)
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+def test_peer_refuses_memory_that_is_not_symmetric_and_ranks_that_are_none(ctx):
+    """Addresses of the peer that were none ended the process."""
+    private, peer = torch.zeros(1, dtype=torch.int64), 1 - ctx.rank
+    for wrong, said in (
+        ({"word": private}, f"names memory of rank {peer} by an address that is not symmetric"),
+        ({"target": 2}, "names rank 2, but there are 2, from 0 on"),
+        ({"target": -1}, "names rank -1, but there are 2"),
+    ):
+        with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20, default=False) as context:
+            word = context.empty(1, dtype=torch.int64)
+            right = {"word": word, "target": peer, "table": context.table}
+            with pytest.raises(TkernelsError, match=f"^a kernel of rank {ctx.rank} {said}"):
+                context.launch(add_to_kernel, 1, **(right | wrong), rank=ctx.rank, L=context.link(OP), OPERATOR=ADD)
+            context.reported = True
+        ctx.barrier()
 
 
 @triton.jit
