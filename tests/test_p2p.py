@@ -418,6 +418,17 @@ def test_deallocate_output_tensor_swaps_the_tensor_holds_the_storage_and_keeps_t
     deallocate_output_tensor(None, True)
 
 
+def test_custom_backward_refuses_gradients_of_another_number_or_shape():
+    x = torch.ones(3, 2, requires_grad=True)
+    out = x * 2
+    deallocate_output_tensor(out, True)
+    for grads, found in ((torch.ones(2), r"\[\(2,\)\]"), ([torch.ones(3, 2)] * 2, r"\[\(3, 2\), \(3, 2\)\]")):
+        with pytest.raises(ValueError, match=rf"the outputs were of shapes \[\(3, 2\)\], the gradients are of {found}"):
+            custom_backward(out, grads)
+    custom_backward(out, torch.ones(3, 2))
+    assert x.grad.tolist() == [[2.0, 2.0]] * 3
+
+
 def test_deallocate_output_tensor_takes_megatrons_arguments():
     out = torch.ones(3)
     for flag in ([], [False], [None]):  # Megatron's default is to leave it

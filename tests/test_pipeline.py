@@ -370,6 +370,31 @@ def test_split_into_stages_gives_each_module_the_options_that_its_forward_names(
         chunk(x)
 
 
+def test_split_into_stages_tells_of_a_parameter_on_several_ranks_that_has_no_mark():
+    embedding, blocks, head = nn.Embedding(5, 3), [nn.Linear(3, 3) for _ in range(4)], nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    with pytest.warns(UserWarning, match="embedding.weight has a copy on each of ranks 0, 2, .*shared = True"):
+        split_into_stages(embedding, blocks, head, mesh=Ranks(1, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split_into_stages(embedding, blocks, head, mesh=Ranks(0, 1))  # one rank has both
+        head.weight.shared = True
+        split_into_stages(embedding, blocks, head, mesh=Ranks(0, 2))
+
+
+def test_split_into_stages_refuses_what_is_no_module():
+    linears, nothing = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}), nn.Identity()
+    for parts, message in (
+        ((nothing, linears, nothing), r"blocks\[0\]='a' must be an nn.Module"),
+        ((nothing, nn.Linear(1, 1), nothing), "blocks=Linear.* must be a list of modules"),
+        ((nothing, linears.values(), None), r"head=None must be an nn.Module; nn.Identity\(\) stands for none"),
+    ):
+        with pytest.raises(TypeError, match=f"split_into_stages: {message}"):
+            split_into_stages(*parts, mesh=Ranks(0, 2))
+    with pytest.raises(TypeError, match="split_into_stages: model=3 must be an nn.Module"):
+        split_into_stages(nothing, linears.values(), nothing, model=3, mesh=Ranks(0, 2))
+
+
 def test_split_into_stages_refuses_what_is_no_number_of_chunks_and_parts_that_leave_something_out():
     parts = nn.Linear(2, 2), [nn.Linear(2, 2) for _ in range(4)], nn.Linear(2, 2)
     for error, options in ((ValueError, {"num_chunks": 0}), (TypeError, {"num_chunks": "x"})):
@@ -605,6 +630,11 @@ def test_forward_backward_pipelining_refuses_arguments_before_anything_is_sent()
         (dict(stage_chunks=Scale()), TypeError, "stage_chunks is Scale; pass a list of this rank's chunks"),
         (dict(microbatches=iter([])), TypeError, "microbatches=.* must be a list"),
         (dict(microbatches=[torch.ones(8, 3)]), TypeError, "microbatch 0 is Tensor; each must be .input, target"),
+        (dict(stage_chunks=[]), ValueError, "stage_chunks is empty; every rank has a part of the model"),
+        (dict(stage_chunks=[torch.relu]), TypeError, r"stage_chunks\[0\]=.* must be an nn.Module"),
+        (dict(microbatches=[(torch.ones(8, 3), None, None)]), TypeError, r"microbatches\[0\]\[2\]=None must be a dict"),
+        (dict(overlap="no"), TypeError, "overlap='no' must be True or False"),
+        (dict(tensor_shape=lambda number: None), TypeError, "tensor_shape: the shape None .* must be a tuple of sizes"),
         (dict(loss_fn="mse"), TypeError, "loss_fn='mse' must be a function"),
         (dict(no_sync_func=3), TypeError, "no_sync_func=3 must be a function"),
         (dict(grad_sync_func=[print, print]), ValueError, "grad_sync_func has 2 functions for 1 chunks"),
@@ -616,6 +646,25 @@ def test_forward_backward_pipelining_refuses_arguments_before_anything_is_sent()
         with pytest.raises(error, match=message):
             forward_backward_pipelining(comm=comm, **{"tensor_shape": (8, 3)} | good | wrong)
         assert not wire.trace and comm.open_handles == []
+    with pytest.raises(TypeError, match="comm=3 must be a P2PCommunicator"):
+        forward_backward_pipelining(comm=3, tensor_shape=(8, 3), **good)
+
+
+@pytest.mark.parametrize("output, kind", [((torch.ones(8, 3), 3), "int"), (dict(a="b"), "str")])
+def test_forward_backward_pipelining_refuses_what_is_no_tensor_between_stages(output, kind):
+    stage, wire = Scale(), Recorder()
+    stage.forward = lambda x: output
+    message = f"part 0 of the model makes {kind} of microbatch 0; only tensors go from stage to stage"
+    with pytest.raises(TypeError, match=message):
+        data, comm = [(torch.ones(8, 3), None)], P2PCommunicator(Ranks(0, 2), backend=wire)
+        forward_backward_pipelining([stage], data, None, comm, tensor_shape=(8, 3), forward_only=True)
+    assert not wire.trace
+
+
+def test_forward_backward_pipelining_refuses_a_loss_that_is_no_scalar():
+    comm, data = P2PCommunicator(Ranks(0, 1), backend=Recorder()), [(torch.ones(2, 3), torch.zeros(2, 3))]
+    with pytest.raises(TypeError, match=r"loss_fn returns a tensor of shape \(2, 3\); return a scalar tensor, or"):
+        forward_backward_pipelining([Scale()], data, torch.sub, comm)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -697,7 +746,13 @@ def test_forward_backward_pipelining_refuses_steps_that_differ_between_ranks(ctx
     ):
         with pytest.raises(MismatchError, match=f"forward_backward_pipelining: the ranks' calls differ, in {differs}"):
             step(**dict(stage_chunks=[stage], microbatches=data) | options)
-    assert step([stage], data) == ([24.0] * 6 if other else [])
+    wrong = dict(stage_chunks=[stage], microbatches=data, loss_fn=None if other else F.mse_loss)
+    for _ in range(2):  # ranks have agreed on the second step's numbers before
+        with pytest.raises(TypeError, match=r"loss_fn=None must be a function .*on rank 1|^[^(]*loss_fn=None must be"):
+            step(**wrong)
+        with pytest.raises(MismatchError, match="microbatches by rank: 6, 5"):
+            step([stage], data[other:])
+        assert step([stage], data) == ([24.0] * 6 if other else [])
     comm.close()
 
 

@@ -60,7 +60,8 @@ def custom_backward(output, grad_output):
 
     output, grad_output: a tensor each, or lists or dicts of them. grad_output None: outputs are scalars, whose gradient
         is one. The outputs may include leaves, not deallocated, that a stage passes on unchanged.
-    Raises ValueError if another output is neither deallocated nor a scalar; use torch.autograd.backward for those.
+    Raises ValueError if another output is neither deallocated nor a scalar, for which use torch.autograd.backward, and
+    for gradients of other shapes than the outputs had.
     """
     outputs = tuple(leaves(output))
     for tensor in outputs:
@@ -70,6 +71,14 @@ def custom_backward(output, grad_output):
                 f"{tuple(tensor.shape)}; use torch.autograd.backward"
             )
     grads = tuple(torch.ones_like(tensor) for tensor in outputs) if grad_output is None else tuple(leaves(grad_output))
+    wanted = [_shape_before(tensor) for tensor in outputs]
+    if wanted != (found := [tuple(grad.shape) for grad in grads]):
+        raise ValueError(f"custom_backward: the outputs were of shapes {wanted}, the gradients are of {found}")
     torch.autograd.Variable._execution_engine.run_backward(
         outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def _shape_before(output: torch.Tensor) -> tuple[int, ...]:
+    """The shape that an output had before it was deallocated, which its node of the graph knows."""
+    return tuple(output.grad_fn._input_metadata[output.output_nr].shape if output.grad_fn else output.shape)

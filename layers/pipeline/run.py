@@ -10,14 +10,17 @@ A rank's stages are its chunks of the model. A step computes and exchanges in th
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map, tree_map_only
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
-from tkernels.comm.arguments import check_type, whole
+from tkernels.comm.arguments import check_flags, check_type, whole
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import MeshLike
 from tkernels.comm.group import listed
@@ -101,9 +104,16 @@ def split_into_stages(
     Raises ValueError if there are fewer blocks than parts, if the parts leave some of the model out, or if they have
     parameters or buffers that are not in a module of the model. A parameter in the parts of several ranks, such as a
     head that is tied to the embedding, is a separate parameter on each of them: sum its gradients over these ranks, or
-    the values diverge at the first step.
+    the values diverge at the first step. A warning names it unless it is marked by `shared = True`.
     """
-    group, blocks = ranks_of(mesh, "split_into_stages: mesh"), list(blocks)
+    group = ranks_of(mesh, "split_into_stages: mesh")
+    check_type("split_into_stages: blocks", blocks, Iterable, "a list of modules")
+    blocks = list(blocks)
+    named = {"embedding": embedding, "head": head} | {f"blocks[{number}]": block for number, block in enumerate(blocks)}
+    for name, part in named.items():
+        check_type(f"split_into_stages: {name}", part, nn.Module, "an nn.Module; nn.Identity() stands for none")
+    if model is not None:
+        check_type("split_into_stages: model", model, nn.Module, "an nn.Module")
     num_chunks = whole("pipeline: num_chunks", num_chunks, 1)
     num_parts = group.size * num_chunks
     if len(blocks) < num_parts:
@@ -122,12 +132,29 @@ def split_into_stages(
         )
     taken = [_options_of(part) for part in parts]
     options = None if None in taken else set().union(*taken)
-    counts, chunks = split_rows(len(blocks), num_parts), nn.ModuleList()
-    for number in range(group.rank, num_parts, group.size):
-        mine = blocks[sum(counts[:number]) : sum(counts[: number + 1])]
-        mine = [embedding] * (number == 0) + mine + [head] * (number == num_parts - 1)
-        chunks.append(Stage(mine, names, options))
-    return chunks
+    ends = [0, *itertools.accumulate(split_rows(len(blocks), num_parts))]
+    split = [blocks[start:end] for start, end in itertools.pairwise(ends)]
+    split = [[embedding, *split[0]], *split[1:]]
+    split[-1].append(head)
+    _warn_of_tied(model, split, group.size)
+    return nn.ModuleList(Stage(split[number], names, options) for number in range(group.rank, num_parts, group.size))
+
+
+def _warn_of_tied(model: nn.Module, split: list[list[nn.Module]], num_ranks: int):
+    """Warns, on every rank, of a parameter in the parts of several ranks, if nobody has marked it as shared."""
+    ranks_of_each = defaultdict(set)
+    for number, parts in enumerate(split):
+        for parameter in nn.ModuleList(parts).parameters():
+            ranks_of_each[parameter].add(number % num_ranks)
+    for name, parameter in model.named_parameters():
+        ranks = sorted(ranks_of_each[parameter])
+        if len(ranks) > 1 and not getattr(parameter, "shared", False):
+            warnings.warn(
+                f"pipeline: {name} has a copy on each of ranks {', '.join(map(str, ranks))}, which diverge unless you "
+                f"sum its gradient over these ranks before each step; set its mark shared = True, by which norms count "
+                f"it once, if you do",
+                stacklevel=3,
+            )
 
 
 def _named(part: nn.Module, names: dict[nn.Module, str], owner=None, attribute: str | None = None):
@@ -147,7 +174,7 @@ def _named(part: nn.Module, names: dict[nn.Module, str], owner=None, attribute: 
 
 def _options_of(part: nn.Module) -> set[str] | None:
     """The keyword arguments that a module takes beside its input; None if any."""
-    _, *others = inspect.signature(part.forward).parameters.values()
+    others = [*inspect.signature(part.forward).parameters.values()][1:]
     if any(each.kind is each.VAR_KEYWORD for each in others):
         return None
     return {each.name for each in others if each.kind is not each.VAR_POSITIONAL}
@@ -188,36 +215,41 @@ def forward_backward_pipelining(
     grad_sync_func: called with a chunk's parameters after its last backward, which is then in the context, too. Like
         no_sync_func, as in Megatron's config: a function, or a list of one for each chunk.
 
-    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises TypeError for
-    arguments that are none of these, before anything is sent, and for a loss that has no gradient; and ValueError for
-    an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
-    communicator that exchanges shapes, because the host waits for them. What a stage raises meanwhile ends the step on
-    all ranks (`P2PCommunicator.fail`); one whose host has queued the step by then raises in its next call, and what it
-    has computed is of no use. Raises MismatchError, at the first such step, for numbers of microbatches or chunks, or a
-    forward_only, that differ between ranks.
+    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Before anything is
+    sent, and on every rank, raises TypeError for arguments that are none of these, ValueError for an impossible
+    schedule, for missing shapes, and for overlap with a communicator that exchanges shapes, because the host waits for
+    them, and MismatchError for numbers of microbatches or chunks, or a forward_only, that differ between ranks. Later,
+    raises TypeError for what is no tensor between stages, and for a loss that is no scalar with a gradient; ValueError
+    for shapes other than those that a stage returns. What a stage raises meanwhile ends the step on all ranks
+    (`P2PCommunicator.fail`); one whose host has queued the step by then raises in its next call, and what it has
+    computed is of no use.
     """
-    if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
-        raise ValueError(
-            "pipeline: tensor_shape is None, so nobody knows the shape of what goes from stage to stage; pass it, or a "
-            "communicator with variable_seq_lengths=True, which exchanges shapes"
-        )
-    if overlap and comm.variable_seq_lengths:
-        raise ValueError(
-            "pipeline: with variable_seq_lengths the host waits for each shape, so nothing would overlap; pass "
-            "overlap=False, or a communicator without it and tensor_shape as a function of the microbatch"
-        )
-    last = comm.rank == comm.size - 1
-    _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last)
-    if not callable(tensor_shape):
-        check_shapes("pipeline: tensor_shape", tensor_shape, comm.variable_seq_lengths or comm.size == 1)
+    check_type("pipeline: comm", comm, P2PCommunicator, "a P2PCommunicator")
+    shape_of = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape
+    with comm.checking("forward_backward_pipelining"):
+        check_flags("pipeline", forward_only=forward_only, overlap=overlap, deallocate=deallocate)
+        if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
+            raise ValueError(
+                "pipeline: tensor_shape is None, so nobody knows the shape of what goes from stage to stage; pass it, "
+                "or a communicator with variable_seq_lengths=True, which exchanges shapes"
+            )
+        if overlap and comm.variable_seq_lengths:
+            raise ValueError(
+                "pipeline: with variable_seq_lengths the host waits for each shape, so nothing would overlap; pass "
+                "overlap=False, or a communicator without it and tensor_shape as a function of the microbatch"
+            )
+        last = comm.rank == comm.size - 1
+        _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last)
+        for number in range(len(microbatches) if callable(tensor_shape) else 1):
+            check_shapes("pipeline: tensor_shape", shape_of(number), comm.variable_seq_lengths or comm.size == 1)
     comm.agree(
         "forward_backward_pipelining", microbatches=len(microbatches), chunks=len(stage_chunks),
-        forward_only=bool(forward_only),
+        forward_only=forward_only,
     )  # fmt: skip
     turns = schedule(
         comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
     )
-    run = _Run(list(stage_chunks), microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate)
+    run = _Run(list(stage_chunks), microbatches, loss_fn, comm, shape_of, forward_only, overlap, deallocate)
     run.set_grad_sync(no_sync_func, grad_sync_func)
     ahead, num_open = 1 + overlap, len(comm.open_handles)  # the caller may have some
     try:
@@ -239,6 +271,10 @@ def forward_backward_pipelining(
 def _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last: bool):
     if not isinstance(stage_chunks, Sequence | nn.ModuleList):
         raise TypeError(f"pipeline: stage_chunks is {type(stage_chunks).__name__}; pass a list of this rank's chunks")
+    if not len(stage_chunks):
+        raise ValueError("pipeline: stage_chunks is empty; every rank has a part of the model")
+    for number, each in enumerate(stage_chunks):
+        check_type(f"pipeline: stage_chunks[{number}]", each, nn.Module, "an nn.Module")
     check_type("pipeline: microbatches", microbatches, Sequence, "a list, since it is counted before anything runs")
     for number, each in enumerate(microbatches):
         if not isinstance(each, tuple | list) or len(each) not in (2, 3):
@@ -246,6 +282,8 @@ def _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_syn
                 f"pipeline: microbatch {number} is {type(each).__name__}; each must be (input, target) or (input, "
                 f"target, options)"
             )
+        if len(each) == 3:
+            check_type(f"pipeline: microbatches[{number}][2]", each[2], Mapping, "a dict of keyword arguments")
     if loss_fn is not None or last:
         check_type("pipeline: loss_fn", loss_fn, Callable, "a function of an output and a target")
     for name, value in {"no_sync_func": no_sync_func, "grad_sync_func": grad_sync_func}.items():
@@ -260,11 +298,10 @@ def _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_syn
 class _Run:
     """One call of forward_backward_pipelining: the state that is kept between its steps."""
 
-    def __init__(self, chunks, microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate):
+    def __init__(self, chunks, microbatches, loss_fn, comm, shape_of, forward_only, overlap, deallocate):
         self.chunks, self.microbatches, self.loss_fn, self.comm = chunks, microbatches, loss_fn, comm
         self.forward_only, self.overlap, self.deallocate = forward_only, overlap, deallocate
-        self.shape_of = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape
-        self.losses = {}
+        self.shape_of, self.losses = shape_of, {}
         self.inputs, self.outputs = {}, {}  # by (microbatch, chunk), from forward to backward
         self.output = self.grad = None  # of the turn that has just run, to be sent
         self.arriving = {}  # step -> (tensor, its handle or None)
@@ -303,12 +340,8 @@ class _Run:
         output = self.chunks[step.chunk](source if self.is_first(step) else x, **(options[0] if options else {}))
         if self.is_last(step):
             output = self.losses[step.microbatch] = self.loss_fn(output, target)
-            if not (self.forward_only or isinstance(output, torch.Tensor) and output.requires_grad):
-                kind = "a detached tensor" if isinstance(output, torch.Tensor) else type(output).__name__
-                raise TypeError(
-                    f"pipeline: loss_fn returns {kind}, which has no gradient; return a scalar tensor, or pass "
-                    f"forward_only=True"
-                )
+            if not self.forward_only:
+                _check_loss(output)
         else:
             self._check_shapes(step, output)
             self.output = output
@@ -319,18 +352,26 @@ class _Run:
     def _check_shapes(self, step: Step, output):
         """Raises ValueError if an output has not the shapes of tensor_shape, or not the tensors if these are exchanged.
 
+        And TypeError if something in it is no tensor.
+
         The next stage receives by tensor_shape, and would compute on uninitialised memory where nothing arrives, or
         take what is left over for the next microbatch. A gradient has the shape of the received tensor, so it needs no
         check; the communicator checks dtypes.
         """
         exchanged, shapes = self.comm.variable_seq_lengths, self.shape_of(step.microbatch)
+        part = step.chunk * self.comm.size + self.comm.rank
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor | None):
+                raise TypeError(
+                    f"pipeline: part {part} of the model makes {type(leaf).__name__} of microbatch {step.microbatch}; "
+                    f"only tensors go from stage to stage, in lists and dicts, so let it return these"
+                )
         found = tree_map(lambda tensor: None if tensor is None else tuple(tensor.shape), output)
         wanted = map_shapes(shapes, lambda shape: () if exchanged else tuple(map(int, shape)))
         sent, received = _in_order(found), _in_order(wanted)
         if exchanged:
             sent, received = ([keys for keys, _ in each] for each in (sent, received))
         if sent != received:
-            part = step.chunk * self.comm.size + self.comm.rank
             wayout = (
                 "pass its lists and dicts, with None for each tensor"
                 if exchanged
@@ -382,6 +423,18 @@ class _Run:
             self.arriving[forward] = x, handles.get("recv_prev")
         if backward is not None:
             self.arriving[backward] = output_grad, handles.get("recv_next")
+
+
+def _check_loss(loss):
+    if not isinstance(loss, torch.Tensor):
+        found = f"{type(loss).__name__}, which has no gradient"
+    elif not loss.requires_grad:
+        found = "a detached tensor, which has no gradient"
+    elif loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}"
+    else:
+        return
+    raise TypeError(f"pipeline: loss_fn returns {found}; return a scalar tensor, or pass forward_only=True")
 
 
 def _in_order(shapes) -> list:
