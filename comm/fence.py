@@ -35,6 +35,8 @@ class EventCompletion:
     __slots__ = ("key", "captured", "_event")
 
     def __init__(self, stream, captured: bool | None = False, event=None):
+        if event is None:
+            check_stream("EventCompletion: stream", stream)
         self.key, self.captured = stream, captured
         self._event = stream.record_event() if event is None else event
 
@@ -61,6 +63,11 @@ class Fence:
         self._completions[stream] = EventCompletion(stream, capturing(self._dev))
 
     def add(self, completion: Completion):
+        if not hasattr(completion, "key"):
+            raise TypeError(
+                f"a fence takes completions, not {type(completion).__name__}; make an EventCompletion of a stream, or "
+                f"a WorkCompletion of torch.distributed's work"
+            )
         self._completions[completion.key] = completion
 
     def update(self, other: "Fence"):
@@ -101,3 +108,15 @@ _ACROSS = {
 def capturing(dev) -> bool:
     """Whether the current stream of `dev` is being captured into a CUDA graph."""
     return dev is not torch.cpu and getattr(dev, "is_current_stream_capturing", bool)()
+
+
+def check_stream(what: str, stream):
+    """Raise TypeError for what is no stream."""
+    if not hasattr(stream, "record_event"):
+        raise TypeError(f"{what}={stream!r} must be a stream")
+
+
+def check_dev(what: str, dev):
+    """Raise TypeError for a module, or another object, that has no streams."""
+    if not hasattr(dev, "current_stream"):
+        raise TypeError(f"{what}: dev={dev!r} has no streams; pass torch.cuda or torch.cpu, or leave it out")

@@ -27,10 +27,12 @@ import threading
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from tkernels.comm.arguments import check_tensors, check_type
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
@@ -102,7 +104,19 @@ class GradReadyHooks:
     """
 
     def __init__(self, params, on_ready, *, buckets, names=None, passes=None):
-        self._params, self._on_ready = list(params), on_ready
+        self._params, self._on_ready, buckets = list(params), on_ready, list(buckets)
+        check_type("GradReadyHooks: on_ready", on_ready, Callable, "a function of a bucket")
+        for what, values in {"buckets": buckets, "names": names}.items():
+            if values is not None and len(values) != len(self._params):
+                raise ValueError(
+                    f"GradReadyHooks: {len(values)} {what} for {len(self._params)} parameters; pass one each"
+                )
+        for index, param in enumerate(self._params):
+            check_tensors("GradReadyHooks", **{f"params[{index}]": param})
+            if not isinstance(getattr(param, "main_grad", None), torch.Tensor):
+                raise ValueError(
+                    f"GradReadyHooks: params[{index}] has no main_grad; set it, in the shape of the parameter, before"
+                )
         self._passes = (lambda: None) if passes is None else weakref.ref(passes)
         self._bucket_of = dict(zip(self._params, buckets, strict=True))
         self._names = names or [f"parameter {index}" for index in range(len(self._params))]

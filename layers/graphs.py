@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import reprlib
 import threading
 import warnings
+from collections.abc import Iterable
 
 import torch
 
+from tkernels.comm.arguments import check_type
 from tkernels.comm.fence import EventCompletion
 
 _lock, _captures, _before = threading.Lock(), 0, False  # captures inside `following`; torch's setting outside of them
@@ -30,7 +33,14 @@ def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
 
     Raises LeaseError for a slot with an open lease, at the start or at the end of the capture.
     """
+    if not hasattr(graph, "__enter__") or not hasattr(graph, "cuda_graph"):
+        raise TypeError(f"captured: graph={graph!r} must be torch.cuda.graph(...), not yet entered")
+    check_type("captured: slots", slots, Iterable, "a list of slots")
+    check_type("captured: streams", streams, Iterable, "a list of streams")
     slots, streams = tuple(slots), tuple(streams)
+    for slot in slots:
+        if not hasattr(slot, "join") or not hasattr(slot, "gate"):  # a Slot, or an end of a Channel
+            raise TypeError(f"captured: a slot={reprlib.repr(slot)} must be a Slot")
     for slot in slots:
         slot.join()
     replayed = dev.Event(external=True)

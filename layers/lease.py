@@ -33,9 +33,9 @@ from collections import deque
 
 import torch
 
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import Completion, Fence, capturing
+from tkernels.comm.fence import Completion, Fence, capturing, check_dev, check_stream
 
 
 class WorkCompletion:
@@ -48,6 +48,8 @@ class WorkCompletion:
     __slots__ = ("captured", "_work", "_dev")
 
     def __init__(self, work, dev):
+        if work is not None and not hasattr(work, "is_completed"):
+            raise TypeError(f"WorkCompletion: work={work!r} must be what torch.distributed returns with async_op=True")
         self.captured, self._work, self._dev = capturing(dev), work, dev
 
     @property
@@ -83,9 +85,11 @@ class Lease:
         self.name = name or "buffer"
         check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev = dev if dev is not None else _device_module(tensor, self.name)
+        check_dev(self.name, dev)
         self.tensor = None if tensor is None else tensor.detach()
         self._num_bytes = None if tensor is None else tensor.untyped_storage().nbytes()
         self.home = dev.current_stream() if home is None else home
+        check_stream(f"{self.name}: home", self.home)
         self.gate = Fence(dev) if gate is None else gate
         self.filled, self.used = Fence(dev), Fence(dev)
         self.state = "filling"
@@ -205,6 +209,8 @@ _HINTS = {
 def _device_module(tensor, name: str):
     if tensor is None:
         raise LeaseError(f"{name}: neither a tensor nor dev=; pass dev=torch.cuda, or whatever has the streams")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: the tensor is {tensor.layout}, without one storage to lease; lease its parts")
     return torch.get_device_module(tensor.device)
 
 
@@ -220,6 +226,7 @@ class _Block:
         lease = self._lease
         if self._stream is None:
             self._stream = lease.dev.current_stream()
+        check_stream(f"{lease.name}: stream", self._stream)
         with lease._lock:
             self._begin(lease, self._stream, self._ordered)
         return lease.tensor
@@ -240,6 +247,7 @@ class Slot:
         self.name = name or "slot"
         check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev if dev is not None else _device_module(tensor, self.name)
+        check_dev(self.name, self.dev)
         self.tensor = None if tensor is None else tensor.detach()
         self.home = self.dev.current_stream()
         self.lease: Lease | None = None
@@ -260,6 +268,7 @@ class Slot:
 
     def release(self, lease: Lease):
         """End the slot's tenancy. Raises LeaseError for a lease that is not the current one."""
+        check_type(f"{self.name}: lease", lease, Lease, "what acquire has returned")
         with self._lock:
             if lease is not self.lease:
                 raise LeaseError(f"{self.name}: a stale lease was released; the slot has had another tenant since")
@@ -267,9 +276,11 @@ class Slot:
 
     def join(self, stream=None):
         """Order `stream` (None: the current one) after all work of the last tenancy, and clear the gate."""
+        stream = self.dev.current_stream() if stream is None else stream
+        check_stream(f"{self.name}: stream", stream)
         with self._lock:
             self._require_released("joined")
-            self.gate.wait(self.dev.current_stream() if stream is None else stream)
+            self.gate.wait(stream)
             self.gate.clear()
 
     def _require_released(self, verb: str):
@@ -305,6 +316,7 @@ class Keepalive:
 
         Raises LeaseError for a lease that was already released, since it no longer holds its storage.
         """
+        check_type("Keepalive.defer: lease", lease, Lease, "a Lease")
         with lease._lock:
             if lease.released:
                 raise LeaseError(f"{lease.name}: deferred after its release, which gave its storage up; defer instead")
@@ -315,6 +327,7 @@ class Keepalive:
 
     def drain(self, keep: int = 0):
         """Let go of all but the newest `keep`, each after its home stream has been made to wait for every use."""
+        whole("Keepalive.drain: keep", keep)
         with self._lock:
             while len(self._deferred) > keep:
                 gate, home, _ = self._deferred[0]

@@ -6,6 +6,7 @@ must be late makes both of them fail every time.
 """
 
 import contextlib
+import functools
 import itertools
 
 import pytest
@@ -425,6 +426,25 @@ def test_grad_bucket_takes_whole_numbers_and_tensors():
     for dtype, ranks, message in ((torch.float32, 2.5, "ranks=2.5"), ("float32", 2, "dtype='float32'")):
         with pytest.raises(TypeError, match=f"GradBucket: {message} must be a"):
             GradBucket(8, dtype, ranks=ranks, reduce=lambda flat: flat)
+
+
+def test_grad_bucket_refuses_what_are_no_functions_streams_and_sums_by_name():
+    bucket = functools.partial(GradBucket, 8, torch.float32, ranks=1)
+    for options, message in (
+        ({"reduce": None}, "reduce=None must be a function of a fill"),
+        ({"reduce": abs, "deliver": "grad"}, "deliver='grad' must be a function"),
+        ({"reduce": abs, "dev": "cpu"}, "dev='cpu' has no streams"),
+        ({"reduce": abs, "average": "no"}, "average='no' must be True or False"),
+        ({"reduce": abs, "comm_stream": "comm"}, "comm_stream='comm' must be a stream"),
+    ):
+        with pytest.raises(TypeError, match=f"GradBucket: {message}"):
+            bucket(**options)
+    with pytest.raises(TypeError, match="GradBucket.finish: stream='comm' must be a stream"):
+        bucket(reduce=abs).finish("comm")
+    without = bucket(reduce=lambda flat: None, deliver=lambda reduced, slices: None)
+    without.add(parameter := torch.nn.Parameter(torch.ones(3)), torch.ones_like(parameter))
+    with pytest.raises(TypeError, match="GradBucket: what reduce returns, for deliver=None must be a tensor"):
+        without.finish()
 
 
 def test_grad_bucket_what_cannot_be_summed_is_refused():

@@ -352,8 +352,24 @@ def test_grad_ready_hooks_take_a_parameter_from_older_ones_at_once():
     assert model.a.main_grad.tolist() == [2.0] * 2 and model.b.grad.tolist() == [2.0] * 2
 
 
+def test_grad_ready_hooks_refuse_what_they_cannot_add_to_before_anything_has_changed():
+    param = torch.nn.Parameter(torch.ones(3))
+    for params, options, error, message in (
+        ([3], {}, TypeError, r"params\[0\]=3 must be a tensor"),
+        ([param], {}, ValueError, r"params\[0\] has no main_grad; set it"),
+        ([param], {"buckets": []}, ValueError, "0 buckets for 1 parameters; pass one each"),
+        ([param], {"names": ["a", "b"]}, ValueError, "2 names for 1 parameters; pass one each"),
+        ([param], {"on_ready": None}, TypeError, "on_ready=None must be a function of a bucket"),
+    ):
+        with pytest.raises(error, match=f"GradReadyHooks: {message}"):
+            GradReadyHooks(params, **{"on_ready": print, "buckets": [None]} | options)
+    param.sum().backward()
+    assert param.grad.tolist() == [1.0] * 3
+
+
 def test_grad_ready_hooks_that_nobody_keeps_do_nothing():
     param = torch.nn.Parameter(torch.ones(2))
+    param.main_grad = torch.zeros(2)
     GradReadyHooks([param], pytest.fail, buckets=[Bucket("1")])
     gc.collect()
     assert grad_ready_hooks(param) is None

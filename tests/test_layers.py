@@ -778,6 +778,13 @@ def test_load_full_state_dict_and_wrappers_refuse_what_is_no_module_and_no_tenso
     for error, wrong in ((TypeError, None), (TypeError, [[1.0]]), (ValueError, torch.tensor(1.0))):
         with pytest.raises(error, match="load_full_state_dict: 0.weight"):
             layers.load_full_state_dict(model, full | {"0.weight": wrong})
+    for wrong in (None, [("0.weight", torch.ones(4, 4))], "model.pt"):
+        with pytest.raises(TypeError, match="load_full_state_dict: full=.* must be a dict of full tensors"):
+            layers.load_full_state_dict(model, wrong)
+    with pytest.raises(TypeError, match="load_full_state_dict: strict='no' must be True or False"):
+        layers.load_full_state_dict(model, full, strict="no")
+    with pytest.raises(TypeError, match="gather_state_dict: rank0_only='no' must be True or False"):
+        layers.gather_state_dict(model, rank0_only="no")
     for call in (
         layers.gather_state_dict,
         layers.sharded_state_dict,
@@ -798,6 +805,7 @@ def test_load_full_state_dict_and_wrappers_refuse_what_is_no_module_and_no_tenso
 
 def test_grad_ready_hooks_refuse_a_parameter_of_others():
     own, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    own.main_grad = torch.zeros(2)
     hooks = layers.GradReadyHooks([own], lambda bucket: None, buckets=[object()])
     for report in (hooks.defer, hooks.produced):
         for wrong in (other, None):

@@ -297,6 +297,43 @@ def test_lease_and_slot_are_of_a_tensor():
             make([1.0], name="inbox")
 
 
+def test_lease_and_its_kin_refuse_what_has_no_streams_and_is_no_lease_by_name():
+    x = torch.ones(4)
+    slot, keepalive = Slot(x), Keepalive()
+    lease = slot.acquire()
+    for call, message in (
+        (lambda: Lease(x, dev="cuda"), "buffer: dev='cuda' has no streams"),
+        (lambda: Slot(x, dev="cuda"), "slot: dev='cuda' has no streams"),
+        (lambda: Lease(x, home="main"), "buffer: home='main' must be a stream"),
+        (lambda: Lease(x.to_sparse()), "buffer: the tensor is torch.sparse_coo"),
+        (lambda: lease.write("comm").__enter__(), "slot: stream='comm' must be a stream"),
+        (lambda: lease.read(3).__enter__(), "slot: stream=3 must be a stream"),
+        (lambda: Slot(x).join("comm"), "slot: stream='comm' must be a stream"),
+        (lambda: Slot(x).release(None), "slot: lease=None must be what acquire has returned"),
+        (lambda: lease.written_by(torch.cpu.current_stream()), "a fence takes completions, not Stream; make an Event"),
+        (lambda: keepalive.defer(x), "Keepalive.defer: lease=tensor.* must be a Lease"),
+        (lambda: keepalive.drain("all"), "Keepalive.drain: keep='all' must be a whole number"),
+        (lambda: WorkCompletion("sum", torch.cpu), "WorkCompletion: work='sum' must be what torch.distributed returns"),
+        (lambda: EventCompletion("comm"), "EventCompletion: stream='comm' must be a stream"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            call()
+    with pytest.raises(ValueError, match="Keepalive.drain: keep=-1 must be at least 0"):
+        keepalive.drain(-1)
+
+
+def test_captured_refuses_a_bare_graph_and_what_are_no_slots(sim):
+    slot = Slot(torch.ones(4), dev=sim)
+    for graph, options, message in (
+        (torch.Generator(), {}, r"graph=.* must be torch.cuda.graph\(...\), not yet entered"),
+        (Graph(sim), {"slots": slot}, "slots=.* must be a list of slots"),
+        (Graph(sim), {"slots": [slot.tensor]}, "a slot=tensor.* must be a Slot"),
+        (Graph(sim), {"streams": 3}, "streams=3 must be a list of streams"),
+    ):
+        with pytest.raises(TypeError, match=f"captured: {message}"), captured(graph, dev=sim, **options):
+            pass
+
+
 def test_lease_without_a_tensor_needs_a_device():
     for make in (Lease, Slot):
         with pytest.raises(LeaseError, match="inbox: neither a tensor nor dev=; pass dev="):

@@ -367,6 +367,8 @@ def test_p2p_communicator_a_handle_is_closed_once_and_says_so_otherwise():
         handle = comm.isend(produce(sim, 1.0), 1)
         assert comm.open_handles == ["send_next of rank 0"] and "open" in repr(handle)
         assert not handle.query()
+        with pytest.raises(TypeError, match="P2PHandle.wait: stream='comm' must be a stream"):
+            handle.wait("comm")
         handle.wait()
         handle.wait()
         assert comm.open_handles == []

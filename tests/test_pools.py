@@ -142,6 +142,21 @@ def test_max_pool_plan_refuses_what_is_no_whole_number_and_no_bucket():
             MaxPoolPlan.build(wrong, **options)
 
 
+@pytest.mark.parametrize("plan", [MaxPoolPlan, FixedPoolPlan])
+def test_max_pool_plan_and_fixed_pool_plan_refuse_what_are_no_buckets_alike(plan):
+    bucket = Bucket("a", torch.float32, 8)
+    for units, options, message in (
+        ([bucket], {}, "a pool's units=.* must be a dict of names to buckets"),
+        ({"u": bucket}, {}, "a pool's buckets=.* must be a list of Bucket"),
+        ({"u": [("a", 8)]}, {}, "a pool's bucket=.* must be a Bucket"),
+        ({"u": [bucket]}, {"others": bucket}, "a pool's buckets=.* must be a list of Bucket"),
+        ({"u": [Bucket(["a"], torch.float32, 8)]}, {}, "the id of a bucket=.* must be an int or a string"),
+        ({"u": [Bucket("a", "float32", 8)]}, {}, "the dtype of bucket 'a'='float32' must be a torch.dtype"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            plan.build(units, **options)
+
+
 def test_max_pool_plan_refuses_a_bucket_named_twice_with_both_places():
     for units, others in [
         ({"a": [Bucket("w", BF16, 8)], "b": [Bucket("w", torch.float32, 8)]}, ()),

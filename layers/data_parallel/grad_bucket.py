@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tkernels.comm.arguments import check_tensors, check_torch_dtype, whole
-from tkernels.comm.fence import Fence
+from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type, whole
+from tkernels.comm.fence import Fence, check_dev, check_stream
 from tkernels.layers.data_parallel.values import Buffer
 from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.lease import Keepalive, Lease
@@ -87,9 +87,14 @@ class GradBucket:
         check_torch_dtype("GradBucket: dtype", dtype)
         if not dtype.is_floating_point:
             raise TypeError(f"GradBucket: sums floating-point gradients, not {dtype}")
+        check_flags("GradBucket", average=average)
+        check_type("GradBucket: reduce", reduce, Callable, "a function of a fill")
+        check_type("GradBucket: deliver", deliver, Callable | None, "a function of the sum and its slices, or None")
         self.capacity, self.dtype, self.ranks, self.average = capacity, dtype, ranks, average
         self.dev = dev if dev is not None else torch.get_device_module(device)
+        check_dev("GradBucket", self.dev)
         self.comm_stream = self.dev.current_stream() if comm_stream is None else comm_stream
+        check_stream("GradBucket: comm_stream", self.comm_stream)
         self._reduce, self._deliver = reduce, deliver
         like = torch.empty(0, dtype=dtype, device=device)
         self._buffers = [Buffer(capacity, like, dtype, self.dev, f"bucket buffer {copy}") for copy in range(copies)]
@@ -141,6 +146,7 @@ class GradBucket:
         For kernels that add to a gradient buffer. Launch them inside, on the current stream. A slice that is new in the
         open fill contains an older gradient, or zeros. Raises ValueError for more than `capacity` elements.
         """
+        check_tensors("GradBucket.write", parameter=parameter)
         with self._lock:
             again = parameter in self._slices
             slice = self._slices[parameter] if again else self._take(parameter)
@@ -162,9 +168,11 @@ class GradBucket:
 
     def finish(self, stream=None):
         """Flush, and order `stream` (None: the current one) after all reductions so far. Only `stream` is ordered."""
+        stream = self.dev.current_stream() if stream is None else stream
+        check_stream("GradBucket.finish: stream", stream)
         with self._lock:
             self.flush()
-            self._reduced.wait(self.dev.current_stream() if stream is None else stream)
+            self._reduced.wait(stream)
             self._reduced.clear()
             self._large.drain()
 
@@ -196,10 +204,14 @@ class GradBucket:
         with self.dev.stream(self.comm_stream), lease.read(self.comm_stream) as buffer:
             flat, divisor = buffer[:elements], self.ranks if self.average else 1
             if self._deliver is not None:
-                self._deliver(mean(flat, divisor, self._reduce), slices)
+                self._deliver(mean(flat, divisor, self._sum), slices)
             else:
                 self._reduce(flat if divisor == 1 else flat.div_(divisor))
         self._reduced.update(lease.used)
+
+    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
+        check_tensors("GradBucket", **{"what reduce returns, for deliver": (summed := self._reduce(flat))})
+        return summed
 
 
 def _check_gradient(parameter: torch.Tensor, grad: torch.Tensor | None):

@@ -125,16 +125,10 @@ class MaxPoolPlan:
         whole("a pool's pad_multiple", pad_multiple, 1)
         if whole("a pool's align", align, 16) & (align - 1):
             raise ValueError(f"a pool needs an align that is a power of 2 from 16; got align={align}")
-        check_type("a pool's units", units, Mapping, "a dict of names to buckets")
-        if None in units:
-            raise ValueError("None is no name for a unit; buckets of no unit go into `others`")
-        others = list(others)
+        others = _check_buckets(units, others)
         padded, unit_of = {}, {}
         for unit, buckets in [*units.items(), (None, others)]:
             for bucket in buckets:
-                check_type("a pool's bucket", bucket, Bucket, "a Bucket")
-                check_torch_dtype(f"the dtype of bucket {bucket.id!r}", bucket.dtype)
-                whole(f"the numel of bucket {bucket.id!r}", bucket.numel)
                 if bucket.id in padded:
                     raise ValueError(_twice(padded[bucket.id], unit_of.get(bucket.id), bucket, unit))
                 padded[bucket.id] = Bucket(bucket.id, bucket.dtype, round_up(bucket.numel, pad_multiple))
@@ -198,6 +192,7 @@ class FixedPoolPlan(MaxPoolPlan):
         **options,
     ) -> "FixedPoolPlan":
         """As MaxPoolPlan.build. Units are equal if their buckets are, in number, dtypes and sizes."""
+        others = _check_buckets(units, others)
         classes = defaultdict(list)
         for unit, buckets in units.items():
             classes[tuple(sorted((str(bucket.dtype), bucket.numel) for bucket in buckets))].append(unit)
@@ -422,6 +417,22 @@ class FixedPoolAllocator(MaxPoolAllocator):
     """
 
     takes = FixedPoolPlan
+
+
+def _check_buckets(units, others) -> list[Bucket]:
+    """Raises TypeError or ValueError for what are no buckets. Returns `others`."""
+    check_type("a pool's units", units, Mapping, "a dict of names to buckets")
+    if None in units:
+        raise ValueError("None is no name for a unit; buckets of no unit go into `others`")
+    for buckets in (*units.values(), others):
+        check_type("a pool's buckets", buckets, Iterable, "a list of Bucket")
+    others = list(others)
+    for bucket in itertools.chain(*units.values(), others):
+        check_type("a pool's bucket", bucket, Bucket, "a Bucket")
+        check_type("the id of a bucket", bucket.id, int | str, "an int or a string")
+        check_torch_dtype(f"the dtype of bucket {bucket.id!r}", bucket.dtype)
+        whole(f"the numel of bucket {bucket.id!r}", bucket.numel)
+    return others
 
 
 def _twice(first: Bucket, first_unit, second: Bucket, second_unit) -> str:

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tkernels.comm.arguments import check_tensors, check_type
+from tkernels.comm.arguments import check_flags, check_tensors, check_type
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.tensor_parallel.linear import ParallelLinear
 
@@ -55,6 +55,7 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
 
     rank0_only: the other ranks get an empty dict, and hold at most one full tensor at a time.
     """
+    check_flags("gather_state_dict", rank0_only=rank0_only)
     partitioned, full_key, state, full = _partitioned(model), _full_key(model), model.state_dict(), {}
     places = [layer.ctx.rank for layer, _ in partitioned.values()]
     for value in state.values():
@@ -80,6 +81,8 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, 
     and the result are those of load_state_dict. Raises ValueError for a tensor that isn't a full one.
     """
     partitioned, full_key = _partitioned(model), _full_key(model)
+    check_type("load_full_state_dict: full", full, Mapping, "a dict of full tensors")
+    check_flags("load_full_state_dict", strict=strict)
     shards = dict(full)
     for key, own in model.state_dict().items():
         if full_key(key) not in full:

@@ -42,7 +42,7 @@ from tkernels.comm.calls import DTYPES
 from tkernels.comm.context import MeshLike, as_context, group_of
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import Fence
+from tkernels.comm.fence import Fence, check_stream
 from tkernels.comm.group import Group
 from tkernels.layers.lease import Keepalive, Lease, num_holders
 from tkernels.layers.pipeline.memory import check_own, deallocate_output_tensor, leaves
@@ -79,6 +79,7 @@ class P2PHandle:
         """
         self.require_not_released()
         stream = self._dev.current_stream() if stream is None else stream
+        check_stream("P2PHandle.wait: stream", stream)
         for done in self._done:
             done.wait(stream)
         self.state = "waited"
