@@ -388,6 +388,16 @@ def test_convert_refuses_weights_in_a_ddp_that_would_miss_their_deferred_gradien
         assert {type(layer) for layer in pair} == {theirs.ColumnParallelLinear}  # nothing has changed
 
 
+def test_convert_refuses_what_has_none_of_megatrons_linears():
+    from tkernels.layers.doors import megatron as ours
+
+    with pytest.raises(ValueError, match="no module of this Linear is Megatron's ColumnParallelLinear or RowParallel"):
+        ours.convert(nn.Linear(2, 2))
+    for wrong in (None, [nn.Linear(2, 2)]):
+        with pytest.raises(TypeError, match="convert: model=.* must be an nn.Module; of several chunks, convert each"):
+            ours.convert(wrong)
+
+
 def test_with_kernels_replaces_linears_wherever_a_specification_has_them():
     from megatron.core.models.gpt import gpt_layer_specs as theirs
 

@@ -28,6 +28,7 @@ except ImportError as error:
         'tkernels.layers.doors.megatron needs megatron-core 0.15 or newer: pip install "tkernels[interop]"'
     ) from error
 
+from tkernels.comm.arguments import check_type
 from tkernels.comm.context import as_context
 from tkernels.comm.contexts import find_context
 from tkernels.layers.tensor_parallel import dataflow
@@ -158,9 +159,16 @@ def convert(model: torch.nn.Module) -> torch.nn.Module:
 
     Also where a specification doesn't reach: the output layer of GPTModel. Parameters stay the same objects, so an
     optimizer or, without delay_wgrad_compute, DDP may have been made before. Subclasses of Megatron's linears are left
-    as they are. Raises ValueError for linears with options that are not supported, before any is converted.
+    as they are. Raises ValueError for linears with options that are not supported, before any is converted, and for a
+    model that has neither Megatron's linears nor these.
     """
+    check_type("convert: model", model, torch.nn.Module, "an nn.Module; of several chunks, convert each")
     linears = [module for module in model.modules() if type(module) in _KERNELS]
+    if not linears and not any(isinstance(module, _Overlapped) for module in model.modules()):
+        raise ValueError(
+            f"convert: no module of this {type(model).__name__} is Megatron's ColumnParallelLinear or "
+            f"RowParallelLinear; make it by Megatron's local specification, or by get_gpt_layer_local_spec of this door"
+        )
     for linear in linears:
         _check(linear)
     for linear in linears:
