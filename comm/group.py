@@ -312,11 +312,12 @@ class Group:
                 raise TkernelsError(f"{what}: {type(error).__name__}: {error}. {way_out}") from error
 
     @contextlib.contextmanager
-    def checking(self, call: str | None = None):
+    def checking(self, call: str | None = None, alike: dict | None = None):
         """Collective. If the block raises on any rank, every rank raises the first of the errors; it must not meet.
 
         For arguments, which may be wrong on one rank alone: the others would wait for it in their next meeting.
-        call: as in `gather`, where a wrong argument leads elsewhere.
+        call: as in `gather`, where a wrong argument leads elsewhere. alike: what the block fills with values by name,
+        for which every rank raises MismatchError if ranks differ in them.
         """
         mine = None
         try:
@@ -324,13 +325,15 @@ class Group:
         except Exception as error:
             mine = error
         kind = next((kind for kind in (TypeError, ValueError, MismatchError) if isinstance(mine, kind)), TkernelsError)
-        errors = self.gather(mine and (kind, str(mine)), call)
+        errors, fields = zip(*self.gather((mine and (kind, str(mine)), alike), call), strict=True)
         if len(set(errors)) > 1:
             rank = next(rank for rank, error in enumerate(errors) if error)
             kind, text = errors[rank]
             raise kind(f"{text} (on rank {rank})") from mine
         if mine is not None:
             raise mine
+        if alike and (found := differences(fields)):
+            raise MismatchError(f"{call}: the ranks' calls differ, in {found}; {_way_out(fields)}")
 
     def check_alike(self, caller: str, what: str, mine: dict, way_out: str):
         """Collective. Raises MismatchError, the same on every rank, if values of `mine`, by name, differ over ranks.

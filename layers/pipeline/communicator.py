@@ -180,8 +180,8 @@ class P2PCommunicator:
         self.is_pp_first_stage, self.is_pp_last_stage = self.rank == 0, self.rank == self.size - 1
         self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
         self.pp_group, self.config, self.max_inflight = group.process_group, config, max_inflight
-        self._own = own
-        with self.checking("P2PCommunicator"):
+        self._own, alike = own, {}
+        with self.checking("P2PCommunicator", alike):
             if not own and backend not in BACKENDS:
                 raise (ValueError if isinstance(backend, str) else TypeError)(
                     f"P2PCommunicator: backend={backend!r} is unknown; use {' or '.join(map(repr, BACKENDS))}, or an "
@@ -197,7 +197,7 @@ class P2PCommunicator:
             self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
             if backend == "tkernels" and self.size > 1:
                 _check_queues()
-        self.agree("P2PCommunicator", backend=backend, dtype=self.dtype, variable_seq_lengths=self.variable_seq_lengths)
+            alike |= dict(backend=backend, dtype=self.dtype, variable_seq_lengths=self.variable_seq_lengths)
         if self.size == 1:
             self._transport = None
         elif backend == "tkernels":
@@ -218,15 +218,9 @@ class P2PCommunicator:
             "is, and make one where it is needed"
         )
 
-    def checking(self, call: str):
-        """Collective. For `with`: what is raised in the block on one rank is raised on every rank."""
-        return contextlib.nullcontext() if self._own else self.group.checking(call)
-
-    def agree(self, call: str, **options):
-        """Collective. Raises MismatchError, on every rank, for options in which ranks differ."""
-        if not self._own:
-            with self.group.during(lambda: (call, options)):
-                self.group.gather(None)
+    def checking(self, call: str, alike: dict):
+        """Collective. For `with`: what the block raises on one rank all raise, and MismatchError if `alike` differs."""
+        return contextlib.nullcontext() if self._own else self.group.checking(call, alike)
 
     # One transfer
 

@@ -225,8 +225,8 @@ def forward_backward_pipelining(
     computed is of no use.
     """
     check_type("pipeline: comm", comm, P2PCommunicator, "a P2PCommunicator")
-    shape_of = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape
-    with comm.checking("forward_backward_pipelining"):
+    shape_of, alike = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape, {}
+    with comm.checking("forward_backward_pipelining", alike):
         check_flags("pipeline", forward_only=forward_only, overlap=overlap, deallocate=deallocate)
         if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
             raise ValueError(
@@ -242,10 +242,7 @@ def forward_backward_pipelining(
         _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last)
         for number in range(len(microbatches) if callable(tensor_shape) else 1):
             check_shapes("pipeline: tensor_shape", shape_of(number), comm.variable_seq_lengths or comm.size == 1)
-    comm.agree(
-        "forward_backward_pipelining", microbatches=len(microbatches), chunks=len(stage_chunks),
-        forward_only=forward_only,
-    )  # fmt: skip
+        alike |= dict(microbatches=len(microbatches), chunks=len(stage_chunks), forward_only=forward_only)
     turns = schedule(
         comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
     )
