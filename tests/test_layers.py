@@ -526,13 +526,18 @@ def test_column_parallel_linear_tells_the_optimizer_of_wholes_whose_gradients_di
         assert all(each == said for each in ctx.group.gather(said))
         return said
 
+    read = functools.partial(layers.copy_to_tensor_model_parallel_region, mesh=ctx)
     (said,) = warned()
     assert said.startswith("SGD.step: the gradients of parameter 0 [3] differ between ranks that have parts of the")
     assert "copy_to_tensor_model_parallel_region" in said
     assert len(warned(steps=9)) == 4  # 1, 2, 4 and 8
     own = normal((5, 8), torch.float32, 2 + ctx.rank).to(ctx.device)  # a batch of each rank's own
     assert warned(x=own, names=True)[0].startswith("SGD.step: the gradients of scale, norm.weight differ")
-    assert not warned(functools.partial(layers.copy_to_tensor_model_parallel_region, mesh=ctx), steps=2)
+    assert not warned(read, steps=2)
+    assert not warned(read, before=lambda model: layers.clip_grad_norm_(model.parameters(), 0.1, mesh=ctx))
+    if not sharded:
+        (said,) = warned(read, before=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        assert "in common differ between them by a factor, 1, " in said and "layers.clip_grad_norm_(" in said
     assert not warned(tensor_model_parallel=True)
     summed = functools.partial(layers.all_reduce_sequence_parallel_grads, mesh=ctx)
     assert not warned(before=summed, sequence_parallel=True)

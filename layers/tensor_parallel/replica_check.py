@@ -395,14 +395,22 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
 def _compare_wholes(ctx: Context, step: str, parameters: dict[str, torch.Tensor]):
     """Collective. Warns of gradients that differ, of parameters that are no parts."""
     wholes = {name: each for name, each in parameters.items() if not is_split(each) and not _is_over(each, ctx)}
-    if differing := _differing(_gathered(ctx, step, wholes)):
+    found = _gathered(ctx, step, wholes)
+    if (factors := _factors(found)) is not None:
+        warnings.warn(
+            f"{step}: the gradients of what ranks have in common differ between them by a factor, "
+            f"{', '.join(f'{factor:.4g}' for factor in factors.tolist())}, as where each clips by the norm of its own "
+            f"parts, which torch's clip_grad_norm_ does; call tkernels.layers.clip_grad_norm_(parameters, max_norm, "
+            f"mesh=...) in its place",
+            stacklevel=5,
+        )
+    elif differing := _differing(found):
         warnings.warn(
             f"{step}: the gradients of {listed(differing)} differ between ranks that have parts of the same layers, so "
             f"that these parameters part. Where each rank reads one for its own features or rows, pass it through "
             f"copy_to_tensor_model_parallel_region(), or mark it sequence_parallel = True and call "
             f"all_reduce_sequence_parallel_grads(model) before the step. Otherwise these ranks have different batches "
-            f"or random masks, or clip by norms of their own, as torch's clip_grad_norm_ does. If each rank is to have "
-            f"its own parameter, mark it tensor_model_parallel = True",
+            f"or random masks. If each rank is to have its own parameter, mark it tensor_model_parallel = True",
             stacklevel=5,
         )
 
@@ -518,6 +526,17 @@ def _judgeable(by_rank: tuple[dict[str, list]]) -> dict[str, torch.Tensor]:
 def _equal(found: dict[str, torch.Tensor]) -> list[str]:
     """The names of what is the same on all ranks, and of more than one element."""
     return [name for name, values in found.items() if values.shape[1] > 2 and (values == values[0]).all()]
+
+
+def _factors(gradients: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """By rank, that by which all its gradients are those of rank 0, if that is far from 1 beside how they differ."""
+    if sum(values.shape[1] for values in gradients.values()) < 8:
+        return None
+    sizes = torch.cat([values.chunk(2, 1)[1] for values in gradients.values()], 1)
+    sizes = sizes[:, sizes.any(0)]  # rows of an embedding that nobody has looked up are zero
+    factors = sizes.norm(dim=1) / sizes[0].norm()
+    away, rest = (factors - 1).abs().max(), (sizes - factors[:, None] * sizes[0]).abs() / sizes[0]
+    return factors if away > 1e-4 and rest.max() < away / 8 else None
 
 
 def _differing(gradients: dict[str, torch.Tensor]) -> list[str]:
