@@ -44,17 +44,6 @@ def as_operands(device: str, *tensors: torch.Tensor | None) -> tuple[torch.Tenso
     return tuple(tensors)
 
 
-def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
-    # A copy: the part outlives the whole tensor, and kernels and views need it contiguous.
-    start = sum(sizes[: ctx.rank])
-    return x.narrow(dim, start, sizes[ctx.rank]).clone(memory_format=torch.contiguous_format)
-
-
-def _gather(x_part: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
-    whole = tkernels.all_gather(x_part.movedim(dim, 0).contiguous(), rows=sizes, ctx=ctx)
-    return whole.movedim(0, dim).contiguous()
-
-
 def _extent(caller: str, x: torch.Tensor, dim: int) -> int:
     """The size of x along `dim`. Raises TypeError for what is no dense tensor, ValueError for a scalar."""
     check_dense(caller, x=x)
@@ -96,34 +85,32 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return dx, dw, dbias, None
 
 
-class _Scatter(torch.autograd.Function):
+class _OfParts(torch.autograd.Function):
     """Scatter and gather are each other's backward, of any order, since whole tensors and gradients are replicated."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, sizes, dim, context):
-        return _own_part(x, sizes, dim, find_context(context))
-
-    @staticmethod
     def setup_context(ctx, inputs, output):
         _, ctx.sizes, ctx.dim, ctx.context = inputs
+
+
+class _Scatter(_OfParts):
+    @staticmethod
+    def forward(x, sizes, dim, context):
+        # A copy: the part outlives the whole tensor, and kernels and views need it contiguous.
+        return x.split(sizes, dim)[find_context(context).rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, dy_part):
         return apply_transformed("gather", _Gather, dy_part, ctx.sizes, ctx.dim, ctx.context), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class _Gather(_OfParts):
     @staticmethod
     def forward(x_part, sizes, dim, context):
-        return _gather(x_part, sizes, dim, find_context(context))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.sizes, ctx.dim, ctx.context = inputs
+        rows = x_part.movedim(dim, 0).contiguous()
+        return tkernels.all_gather(rows, rows=sizes, ctx=find_context(context)).movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx, dy):
