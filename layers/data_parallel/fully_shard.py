@@ -109,13 +109,12 @@ def fully_shard(
         whole("fully_shard: prefetch", prefetch)
         check_flags("fully_shard", overlap=overlap)
         managed = _managed_modules(modules)
-        places = _parameters_of(modules, managed, ignored := _ignored(ignored_params))
+        parameters, places = _parameters_of(modules, managed, ignored := _ignored(ignored_params))
         for part in managed:
             _check_module(part)
-        for name, homes in places.items():
-            _check_parameter(name, _parameter_at(homes), mp_policy, ranks.mesh)
+        for name, parameter in parameters.items():
+            _check_parameter(name, parameter, mp_policy, ranks.mesh)
     options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
-    parameters = {name: _parameter_at(homes) for name, homes in places.items()}
     layouts = {name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters.items()}
     plain = ((name, p) for name, p in parameters.items() if not (isinstance(p, DTensor) or p.is_meta))
     split = {name: checksum(parameter) for name, parameter in plain if is_split(parameter)}
@@ -129,10 +128,9 @@ def fully_shard(
 
     beside = _tensor_parallel_mesh(modules, ranks.mesh)
     by_kind: dict[tuple, list[Parameter]] = {}
-    for name, homes in places.items():
-        parameter = _parameter_at(homes)
+    for name, parameter in parameters.items():
         kind = parameter.dtype, param_dtype_of(parameter.dtype, mp_policy)
-        by_kind.setdefault(kind, []).append(Parameter.of(name, homes, parameter, ranks, beside, device))
+        by_kind.setdefault(kind, []).append(Parameter.of(name, places[name], parameter, ranks, beside, device))
         setattr(parameter, _SHARDED, name)
     groups = [
         ParamGroup(
@@ -427,8 +425,8 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
 
 def _parameters_of(
     modules: tuple[nn.Module, ...], managed: list[nn.Module], ignored: set[nn.Parameter]
-) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Name -> the places of a parameter: (module, attribute), the first one under this name."""
+) -> tuple[dict[str, nn.Parameter], dict[str, list[tuple[nn.Module, str]]]]:
+    """Name -> parameter, and name -> its places: (module, attribute), the first one under this name."""
     names, places = {}, {}
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)  # of which two may have a "weight"
     paths = {part: path for path, part in root.named_modules()}
@@ -438,7 +436,7 @@ def _parameters_of(
                 continue
             name = names.setdefault(parameter, f"{paths[module]}.{attribute}".removeprefix("."))
             places.setdefault(name, []).append((module, attribute))
-    return places
+    return {name: parameter for parameter, name in names.items()}, places
 
 
 def _tensor_parallel_mesh(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> DeviceMesh | None:
@@ -459,11 +457,6 @@ def _tensor_parallel_mesh(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> D
                 DeviceMesh._concatenate([mesh, found])
             meshes = [*around]
     return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
-
-
-def _parameter_at(places: list[tuple[nn.Module, str]]) -> nn.Parameter:
-    module, attribute = places[0]
-    return module._parameters[attribute]
 
 
 def _check_module(module: nn.Module):
