@@ -241,8 +241,7 @@ class MultiheadAttention(AttentionModule):
         heads, groups, width = self.num_heads, self.num_groups, self.head_dim
         if self.qkv_weight_interleaved:
             mixed = mixed.view(*mixed.shape[:2], groups, heads // groups + 2, width)
-            query, key, value = mixed.split([heads // groups, 1, 1], dim=3)
-            query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+            query, key, value = (part.flatten(2, 3) for part in mixed.split([heads // groups, 1, 1], dim=3))
         else:
             query, key, value = mixed.split([heads * width, groups * width, groups * width], dim=-1)
             query, key, value = (part.unflatten(-1, (-1, width)) for part in (query, key, value))
