@@ -61,28 +61,17 @@ class _Settings:
 _settings = _Settings()
 
 
-@contextlib.contextmanager
-def execution(**settings):
-    """Set how kernels launched in this block run, by any thread; settings that are not passed stay as they are.
+def set_default(**settings) -> None:
+    """Set how kernels run from now on, launched by any thread; settings that are not passed stay as they are.
 
     resident: how many programs of a launch run at once, started in order of program id, x fastest. 1 runs them one by
-        one.
+        one. `install` takes it from TKERNELS_RESIDENT.
     jitter_seed: seed of random delays at program starts and at `jitter()`, drawn from (seed, rank, number of the launch
-        in this block, program index), so that a second run gets the same delays. None: no delays.
+        since then, program index), so that a second run gets the same delays. None: no delays. `install` takes it from
+        TKERNELS_JITTER.
     rank: this process's rank in that draw.
     Raises ValueError for resident < 1.
     """
-    global _settings
-    before = _settings
-    set_default(**settings)
-    try:
-        yield
-    finally:
-        _settings = before
-
-
-def set_default(**settings) -> None:
-    """Like `execution`, but from now on; `install` calls it with TKERNELS_RESIDENT and TKERNELS_JITTER."""
     global _settings
     _settings = dataclasses.replace(_settings, **settings)
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from execution import execution
 from products import TILINGS
 from products import product_of_gathered as reference
 from transports import (
@@ -26,7 +27,6 @@ from transports import (
 import tkernels
 from tkernels import choice, fused
 from tkernels.activations import ACTIVATIONS
-from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import DTYPES
@@ -213,7 +213,7 @@ def test_delays_and_poison_change_no_bit(ctx, path):
     for seed in range(2 if ctx.size == 4 else 4):
         poison_workspace(ctx)
         late(ctx, seed % ctx.size, 0.05)
-        with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+        with execution(jitter_seed=seed, rank=ctx.rank):
             again = tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
         assert torch.equal(again, first), seed
 

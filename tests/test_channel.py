@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from execution import execution
 from transports import (
     LateRank,
     every_transport,
@@ -106,7 +107,7 @@ def test_fifty_messages_in_a_row_stay_in_order(ctx, transport, late_end):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_delays_change_no_message(ctx, seed):
     channel = ring(ctx, slot_bytes=256, copies=2, num_programs=3)
-    with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+    with execution(jitter_seed=seed, rank=ctx.rank):
         for number in range(8):
             channel.send(message(ctx, ctx.rank, number, (500,)))
             got = channel.receive(torch.empty(500, dtype=torch.uint8, device=ctx.device))

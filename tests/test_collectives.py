@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import triton
+from execution import execution
 from transports import (
     every_transport,
     late,
@@ -342,7 +343,7 @@ def test_many_calls_of_changing_size_and_kind_on_one_context_never_mix(ctx, tran
 @every_way
 def test_random_delays_change_no_result(ctx, config):
     seed = list(CONFIGS.values()).index(config)
-    with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+    with execution(jitter_seed=seed, rank=ctx.rank):
         for round in range(3):
             wholes = gathered(integers, ctx, (30, 30), (3,), torch.float32, 10 * round)
             poison_workspace(ctx)

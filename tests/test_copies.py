@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import triton.language as tl
+from execution import execution
 from products import own_rows_of_sum, product_of_gathered, sum_of_products
 from transports import (
     by_copies,
@@ -196,7 +197,7 @@ def test_delays_change_no_bit_and_a_launch_has_no_program_that_sends(ctx):
         x, w, want = operands(ctx, name, rows, 40, 48, torch.bfloat16, 3)
         for seed in range(3):
             late(ctx, seed % 2, 0.02)
-            with interpreter.execution(jitter_seed=seed, rank=ctx.rank), launches() as launched:
+            with execution(jitter_seed=seed, rank=ctx.rank), launches() as launched:
                 got = by_copies(ctx, name, x, w, **options(name, rows))
             assert torch.equal(got, want), (name, seed)
             assert [arguments["COPIED"] for _, _, arguments in launched] == [True]

@@ -5,10 +5,11 @@ import round_trips
 import torch
 import triton
 import triton.language as tl
+from execution import execution
 from transports import every_transport, late, over, simulated_only
 
 import tkernels
-from tkernels.comm import TkernelsError, device, interpreter
+from tkernels.comm import TkernelsError, device
 from tkernels.comm.device import (
     ADD,
     Net,
@@ -467,7 +468,7 @@ def test_two_inboxes_carry_many_rounds_without_a_barrier(ctx, transport):
     ready.zero_()
     state, counters = (torch.zeros(2, dtype=torch.int64, device=ctx.device) for _ in range(2))
     ctx.group.barrier()
-    with interpreter.execution(jitter_seed=5, rank=ctx.rank):
+    with execution(jitter_seed=5, rank=ctx.rank):
         for round in range(rounds):
             x = torch.arange(stride, device=ctx.device) + 1000.0 * round + 100_000 * ctx.rank
             out = poison(torch.empty((ctx.size, stride), device=ctx.device))
@@ -522,7 +523,7 @@ def test_whoever_sees_a_number_passed_sees_what_all_that_counted_stored(ctx):
         for round in range(20):
             counters, looked = torch.zeros(2, 1, dtype=torch.int64, device=ctx.device)
             x, seen = (torch.full((programs - 1, block), -1, device=ctx.device) for _ in range(2))
-            with interpreter.execution(jitter_seed=round, rank=ctx.rank):
+            with execution(jitter_seed=round, rank=ctx.rank):
                 ctx.launch(
                     count_up_to_kernel, programs, x, counters, looked, seen, programs - 1,
                     L=ctx.link(OP), FORM=form, BLOCK=block,

@@ -20,6 +20,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from execution import execution
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import interpreter, runtime
@@ -619,7 +620,7 @@ def program_ids_kernel(out):
 @pytest.mark.parametrize("resident", [1, 3, 64])
 def test_every_program_runs_once(resident):
     out = torch.zeros(24, dtype=torch.int32)
-    with interpreter.execution(resident=resident):
+    with execution(resident=resident):
         program_ids_kernel[(4, 3, 2)](out)
     assert out.tolist() == list(range(1, 25))
 
@@ -784,7 +785,7 @@ def polling_kernel(flag, out):
 def test_a_program_may_wait_for_a_later_resident_one():
     for kernel, limit in ((late_producer_kernel, (300_000,)), (polling_kernel, ())):
         flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-        with interpreter.execution(resident=16):
+        with execution(resident=16):
             kernel[(16,)](flag, out, *limit)
         assert (out == 42).all()
 
@@ -792,7 +793,7 @@ def test_a_program_may_wait_for_a_later_resident_one():
 @pytest.mark.parametrize("resident", [1, 15])
 def test_a_program_that_waits_for_one_not_resident_expires(resident):
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    with interpreter.execution(resident=resident), pytest.raises(Expired, match="have 0, want 1") as caught:
+    with execution(resident=resident), pytest.raises(Expired, match="have 0, want 1") as caught:
         late_producer_kernel[(16,)](flag, out, 100)
     assert "of late_producer_kernel, grid (16, 1, 1)" in caught.value.__notes__[0]
 
@@ -807,7 +808,7 @@ def failing_kernel(flag, FAIL: tl.constexpr):
 
 
 def run_failing(fail_by):
-    with interpreter.execution(resident=8):
+    with execution(resident=8):
         failing_kernel[(8,)](torch.zeros(1, dtype=torch.int32), fail_by)
 
 
@@ -865,7 +866,7 @@ def test_threads_may_launch_at_once():
 
     threads = [threading.Thread(target=launch, args=(n,)) for n in range(1, 5)]
     threads += [threading.Thread(target=launch_failing)]
-    with interpreter.execution(resident=3):
+    with execution(resident=3):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -887,7 +888,7 @@ interpreter_jitter = interpreter.jitter
 def delays_of(monkeypatch, **settings):
     """The delays of each program of a launch, for two launches."""
     launches = []
-    with monkeypatch.context() as patch, interpreter.execution(**settings):
+    with monkeypatch.context() as patch, execution(**settings):
         for _ in range(2):
             delays = []
             patch.setattr(interpreter, "_pause", lambda s, to=delays: to.append((interpreter._current().index, s)))
@@ -908,8 +909,8 @@ def test_jitter_repeats_by_seed_and_differs_by_rank_and_launch(monkeypatch):
 
 def test_settings():
     usual = interpreter.resident()
-    with interpreter.execution(resident=3):
-        with interpreter.execution(jitter_seed=1):
+    with execution(resident=3):
+        with execution(jitter_seed=1):
             assert interpreter.resident() == 3
     assert interpreter.resident() == usual
     with pytest.raises(ValueError, match=r"resident=0 \(TKERNELS_RESIDENT\): at least 1 program must be in flight"):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from execution import execution
 from products import TILINGS, own_rows_of_sum, sum_of_products
 from transports import (
     assert_stages,
@@ -25,7 +26,6 @@ from transports import (
 
 import tkernels
 from tkernels.activations import ACTIVATIONS
-from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import DTYPES
@@ -211,7 +211,7 @@ def test_delays_and_poison_change_no_bit(ctx, transport, path, reduction):
     for seed in range(2 if ctx.size == 4 else 4):
         poison_workspace(ctx)
         late(ctx, seed % ctx.size, 0.05)
-        with interpreter.execution(jitter_seed=seed, rank=ctx.rank), poisoned_memory():
+        with execution(jitter_seed=seed, rank=ctx.rank), poisoned_memory():
             again = reduced(reduction, x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
         assert torch.equal(again, first), seed
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from execution import execution
 from transports import TRANSPORTS, every_transport, interleaved, into_landing, over, poison_workspace, starts_ranks
 
 import tkernels
@@ -168,7 +169,7 @@ def stress(ctx, transport: str, form: str, calls: int) -> int:
     """How many results of this rank are wrong."""
     disturb_verbs(form)
     ctx, draws, wrong = over(ctx, transport), random.Random(7), 0
-    with interpreter.execution(jitter_seed=3, rank=ctx.rank):
+    with execution(jitter_seed=3, rank=ctx.rank):
         for burst in range(0, calls, BURST):
             made = [a_call(ctx, draws, seed) for seed in range(burst, min(burst + BURST, calls))]
             if draws.random() < 1 / 2:
