@@ -23,6 +23,7 @@ from tkernels.comm.context import Context
 WARMUPS = {"cuda": 5, "cpu": 1}
 FLUSH_BYTES = 256 << 20  # more than any L2
 PAUSE_US = 300.0  # for the host to queue the barrier and the events
+CYCLES = 2_000_000  # of the clock, whose time is measured
 
 Call = Callable[[], torch.Tensor | None]
 
@@ -48,16 +49,13 @@ class Stopwatch:
         self.on_gpu = ctx.device.type == "cuda"
         if self.on_gpu:
             self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=ctx.device)
-            self.cycles_per_us = self._cycles_per_us()
-
-    def _cycles_per_us(self, cycles: int = 2_000_000) -> float:
-        torch.cuda._sleep(cycles)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        return cycles / (start.elapsed_time(end) * 1e3)
+            torch.cuda._sleep(CYCLES)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.cuda._sleep(CYCLES)
+            end.record()
+            end.synchronize()
+            self.cycles_per_us = CYCLES / (start.elapsed_time(end) * 1e3)
 
     def time(self, call: Call, pause_us: float = PAUSE_US) -> tuple[float, float, torch.Tensor | None]:
         """Collective. (us on the device, us on the host, the call's result)."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from tkernels.comm.context import Context, MeshLike
+from tkernels.comm.context import Context
 from tkernels.comm.group import Group
 from tkernels.layers.marks import is_copy, is_split, num_parts
 
@@ -45,16 +45,6 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 def counts(parameter, tensor_parallel: Context | None) -> bool:
     """Whether this rank adds the parameter's gradient to the norm over the tensor-parallel ranks."""
     return not is_copy(parameter) and (tensor_parallel is None or tensor_parallel.rank == 0 or is_split(parameter))
-
-
-def check_norm(caller: str, parameters, tensor_parallel: MeshLike):
-    """Raises ValueError if parameters are split, but tensor_parallel, the ranks they are split over, is not given."""
-    if tensor_parallel is None and any(map(is_split, parameters)):
-        raise ValueError(
-            f"{caller}: some parameters are split over tensor-parallel ranks (tensor_model_parallel), so that each of "
-            f"these would have a norm of its own, and what they have in common would part; pass tensor_parallel=, "
-            f"these ranks"
-        )
 
 
 def check_parts(caller: str, parameters, tensor_parallel: Context):

@@ -28,7 +28,7 @@ from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
 from tkernels.layers.data_parallel.layout import ALIGN, in_buckets, not_elementwise
-from tkernels.layers.data_parallel.norms import check_norm, check_stage, clip_scale, counts, squared_norm
+from tkernels.layers.data_parallel.norms import check_stage, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import check_backend, open_wire
@@ -129,8 +129,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             check_type("ZeroOptimizer: overlap_gather", overlap_gather, nn.Module | None, "an nn.Module")
             if reduce_dtype is not None:
                 check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
-            if max_norm is not None or loss_scale is not None:
-                check_norm("ZeroOptimizer, with max_norm or loss_scale", meshes, tensor_parallel)
+            needs_norm = max_norm is not None or loss_scale is not None
+            if needs_norm and tensor_parallel is None and any(map(is_split, meshes)):
+                raise ValueError(
+                    "ZeroOptimizer, with max_norm or loss_scale: some parameters are split over tensor-parallel ranks "
+                    "(tensor_model_parallel), so that each of these would have a norm of its own, and what they have "
+                    "in common would part; pass tensor_parallel=, these ranks"
+                )
             across = None if tensor_parallel is None else group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
             if pipeline is not None:
                 stages = group_of(pipeline, "ZeroOptimizer: pipeline")

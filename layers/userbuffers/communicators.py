@@ -603,12 +603,12 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     )
 
 
-def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
-    """Symmetric memory for `streams` workspaces: the communication stream's, the caller's, and one spare."""
+def heap_bytes(shape, dtype: torch.dtype, size: int) -> int:
+    """Symmetric memory for three workspaces: the communication stream's, the caller's, and one spare."""
     sizes = workspace_bytes(shape, dtype, size)
     words = size * sizes["num_chunks"] + max(sizes["num_packets"], most_packets(size))
     workspace = 5 * sizes["inbox_bytes"] // 2 + 16 * words + 3 * LAMPORT_BYTES + (1 << 16)
-    return streams * (workspace + sizes["landing_bytes"]) + (4 << 20)
+    return 3 * (workspace + sizes["landing_bytes"]) + (4 << 20)
 
 
 def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):
