@@ -163,12 +163,8 @@ class GradReadyHooks:
 
         The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
-        self._check_known(param)
-        self._begin(written=False)
-        self._reported.add(param)
-        lease = self._lease(param)
-        again = param in self._written
-        self._written.add(param)
+        self._begin_report(param, written=False)
+        lease, again = self._lease(param)
         if param in self._blank:
             self._zero(lease, [param], stream)
         with lease.write(stream, ordered=again):
@@ -182,27 +178,22 @@ class GradReadyHooks:
         Call it where the kernel is launched: it covers all work launched on the stream so far. The caller must have
         ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
-        self._check_known(param)
-        self._begin(written=True)
-        self._reported.add(param)
+        self._begin_report(param, written=True)
         if param in self._blank:
             raise LeaseError(
                 f"{self._names[param]}: a kernel has added to its main_grad, which earlier passes had filled by hooks "
                 f"alone, so that it began with the last gradient; launch the kernel inside of "
                 f"grad_ready_hooks(param).writing(param), or begin the pass by the wrapper's zero_grad()"
             )
-        lease = self._lease(param)
+        lease, _ = self._lease(param)
         stream = lease.dev.current_stream() if stream is None else stream
-        self._written.add(param)
         lease.written_by(EventCompletion(stream, capturing(lease.dev)))
         self._count(param, by_hook=False)
         self._arrived(param)
 
     def defer(self, param):
         """Announce, during backward, a gradient that `writing` or `produced` will report after it: the pass waits."""
-        self._check_known(param)
-        self._begin(written=False)
-        self._reported.add(param)
+        self._begin_report(param, written=False)
         self._deferred[param] += 1
 
     @property
@@ -271,9 +262,7 @@ class GradReadyHooks:
                 self.produced(param)
                 self._announced.discard(param)
         elif grad is not None:
-            lease = self._lease(param)
-            again = param in self._written
-            self._written.add(param)
+            lease, again = self._lease(param)
             with lease.write(ordered=again):
                 if param not in self._blank:
                     param.main_grad.add_(grad)
@@ -316,17 +305,22 @@ class GradReadyHooks:
         if (passes := self._passes()) is not None:
             passes.begin(written)
 
-    def _check_known(self, param):
+    def _begin_report(self, param, written):
         if not isinstance(param, torch.Tensor) or param not in self._bucket_of:
             raise ValueError(
                 "GradReadyHooks: a gradient was reported for what is none of its parameters; ask "
                 "grad_ready_hooks(param) for the hooks of a parameter"
             )
+        self._begin(written)
+        self._reported.add(param)
 
     def _lease(self, param):
+        """Called where a gradient is written: its bucket's lease, and whether the pass has had one of the parameter."""
         bucket = self._bucket_of[param]
         if bucket in self._unreported:
-            return bucket.lease
+            lease, again = bucket.lease, param in self._written
+            self._written.add(param)
+            return lease, again
         name, expected = self._names[param], (self._expected or {}).get(param, 0)
         if self._over:
             raise LeaseError(
