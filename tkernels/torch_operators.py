@@ -315,17 +315,6 @@ def _reduction(
     return find_context(context).call(call, x_shard_k, w_shard_k, bias, None, *scales)
 
 
-def _matmul_reduce_scatter_impl(x, w, bias, x_scale, w_scale, activation, rows, *options):
-    return _reduction(MatmulReduceScatter, x, w, bias, x_scale, w_scale, activation, tuple(rows), *options)
-
-
-def _matmul_reduce_scatter_fake(
-    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None, *_
-):  # fmt: skip
-    M = rows[find_context(context).rank]
-    return _product_fake("matmul_reduce_scatter", M, x_shard_k, w_shard_k, bias, activation, out_dtype)
-
-
 def _matmul_reduce_scatter_backward(ctx, dy):
     activation, rows, context, path, *_ = ctx.options
     x, w = ctx.saved_tensors
@@ -357,8 +346,12 @@ _REDUCTION = (
 )
 ops.matmul_reduce_scatter = define(
     "matmul_reduce_scatter" + _REDUCTION.format(rows=" SymInt[] rows,"),
-    _matmul_reduce_scatter_impl,
-    _matmul_reduce_scatter_fake,
+    lambda x, w, bias, x_scale, w_scale, activation, rows, *options: _reduction(
+        MatmulReduceScatter, x, w, bias, x_scale, w_scale, activation, tuple(rows), *options
+    ),
+    lambda x, w, bias, x_scale, w_scale, activation, rows, context, path=None, out_dtype=None, *_: _product_fake(
+        "matmul_reduce_scatter", rows[find_context(context).rank], x, w, bias, activation, out_dtype
+    ),
     _matmul_reduce_scatter_backward,
     saved=2,
 )
@@ -385,21 +378,14 @@ ops.matmul_reduce_scatter_backward = define(
 )
 
 
-def _matmul_all_reduce_impl(x, w, bias, x_scale, w_scale, activation, *options):
-    return _reduction(MatmulAllReduce, x, w, bias, x_scale, w_scale, activation, None, *options)
-
-
-def _matmul_all_reduce_fake(
-    x_shard_k, w_shard_k, bias, x_scale, w_scale, activation, context, path=None, out_dtype=None, *_
-):  # fmt: skip
-    M = x_shard_k.shape[0]
-    return _product_fake("matmul_all_reduce", M, x_shard_k, w_shard_k, bias, activation, out_dtype)
-
-
 ops.matmul_all_reduce = define(
     "matmul_all_reduce" + _REDUCTION.format(rows=""),
-    _matmul_all_reduce_impl,
-    _matmul_all_reduce_fake,
+    lambda x, w, bias, x_scale, w_scale, activation, *options: _reduction(
+        MatmulAllReduce, x, w, bias, x_scale, w_scale, activation, None, *options
+    ),
+    lambda x, w, bias, x_scale, w_scale, activation, context, path=None, out_dtype=None, *_: _product_fake(
+        "matmul_all_reduce", x.shape[0], x, w, bias, activation, out_dtype
+    ),
     lambda ctx, dy: _matmul_backward(ctx, dy, "matmul_all_reduce", replicas=ctx.options[1]),
     saved=2,
 )
