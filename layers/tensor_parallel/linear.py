@@ -77,6 +77,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     """Base class of both layers: their parameters, how these are split, and what inputs they take."""
 
     partition_dim: int  # dimension of the weight that is split
+    _partitioned: dict[str, int]  # what `partitioned` returns
     _flags: tuple[str, ...]  # options that are True or False
 
     def _build(self, in_features, out_features, bias, dtype, device, mesh, init_method):
@@ -198,7 +199,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
 
     def partitioned(self) -> dict[str, int]:
         """Name of a parameter that is split over ranks -> the dimension that is split."""
-        raise NotImplementedError
+        return dict(self._partitioned)
 
     def shard(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a full parameter or gradient."""
@@ -278,6 +279,7 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     partition_dim = 0
+    _partitioned = {"weight": 0, "bias": 0}
     _options = ("sequence_parallel", "gather_output", "float8")
     _flags = ("sequence_parallel", "gather_output", "return_bias", "keep_gathered")
 
@@ -310,9 +312,6 @@ class ColumnParallelLinear(ParallelLinear):
             raise ValueError(
                 "ColumnParallelLinear: gather_output=True takes partition_stride=1, the parts of one block"
             )
-
-    def partitioned(self) -> dict[str, int]:
-        return {"weight": 0, "bias": 0}
 
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
         """Collective. x [..., K], or x_shard_m [s/R, ..., K] -> y_shard_n [..., N/R] (or [..., N] with gather_output).
@@ -355,6 +354,7 @@ class RowParallelLinear(ParallelLinear):
     """
 
     partition_dim = 1
+    _partitioned = {"weight": 1}
     partition_stride = 1
     _options = ("sequence_parallel", "input_is_parallel", "float8")
     _flags = ("sequence_parallel", "input_is_parallel", "return_bias")
@@ -386,9 +386,6 @@ class RowParallelLinear(ParallelLinear):
                 "RowParallelLinear: sequence_parallel=True takes input_is_parallel=True, since the input is split by "
                 "features already"
             )
-
-    def partitioned(self) -> dict[str, int]:
-        return {"weight": 1}
 
     def _take(self, full: nn.Linear):
         super()._take(full)
