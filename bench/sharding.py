@@ -77,7 +77,8 @@ class Trained:
         self.device = ctx.device
         with ctx.device:  # nine models' weights are more than a host should draw
             model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.model, self.optimizer, self.clip = build(ctx, model)
+        self.model, self.optimizer = build(ctx, model)
+        self.clip = not isinstance(self.optimizer, ZeroOptimizer)  # which clips by itself
         generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
         self.x, self.y = torch.randn((2, 1, LENGTH, DIM), generator=generator, device=ctx.device)
 
@@ -100,35 +101,27 @@ def _sharded(shard: Callable, after: Callable = lambda model: None) -> Callable:
             shard(block, mesh=mesh, mp_policy=policy)
         shard(model, mesh=mesh, mp_policy=policy)
         after(model)
-        return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
+        return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
     return build
 
 
-def _ddp(ctx, model):
-    ids = [ctx.device.index] if ON_GPU else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-
-
 def _replicated(ctx, model):
     model = OverlappedDDP(model, mesh=ctx)
-    return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
-def _torch_replicated(ctx, model):
-    model = _ddp(ctx, model)
-    return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
+def _zero(ctx, model):
+    return model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW, max_norm=1.0, mesh=ctx)
 
 
-def _zero(ctx, model):  # it clips by itself
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW, max_norm=1.0, mesh=ctx)
-    return model, optimizer, False
+def _torchs_ddp(optimizer: Callable) -> Callable:
+    def build(ctx, model):
+        ids = [ctx.device.index] if ON_GPU else None
+        model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        return model, optimizer(model.parameters(), **ADAMW)
 
-
-def _torch_zero(ctx, model):
-    model = _ddp(ctx, model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
-    return model, optimizer, True
+    return build
 
 
 SYSTEMS = {
@@ -139,12 +132,12 @@ SYSTEMS = {
     },
     "optimizer": {
         "ours": _sharded(functools.partial(fully_shard, strategy="optimizer")),
-        "torch": _torch_zero,
+        "torch": _torchs_ddp(functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)),
         "face": _zero,
     },
     "replicate": {
         "ours": _sharded(functools.partial(fully_shard, strategy="replicate")),
-        "torch": _torch_replicated,
+        "torch": _torchs_ddp(torch.optim.AdamW),
         "face": _replicated,
     },
 }
