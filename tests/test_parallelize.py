@@ -1,5 +1,6 @@
 """parallelize: an existing model trains the same on several ranks, and a plan that doesn't fit is refused by name."""
 
+import collections
 import copy
 import functools
 import math
@@ -832,6 +833,26 @@ def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
         parallelize(nn.Sequential(model).to(ctx.device), plan, ctx)
 
 
+class AttendsWithAScaleOfEachHead(AttendsByFeatures):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_refuses_an_attention_that_has_a_parameter_for_each_head(ctx):
+    """As attention sinks are, which a rank's heads, if it has one, would all get, and the model's own plan forgets."""
+    plan = {"0.q": "colwise", "0.kv": "colwise", "0.o": "rowwise"}
+    for own_plan in ({}, {"base_model_tp_plan": plan}):
+        model = nn.Sequential(AttendsWithAScaleOfEachHead()).to(ctx.device)
+        model.config = types.SimpleNamespace(**own_plan)
+        with pytest.raises(ValueError, match=r"'0', Attends\w+, has scale of .* all 4 heads, .* have 2; give"):
+            parallelize(model, plan, ctx)
+        assert type(model[0].q.weight) is nn.Parameter
+        gathered = dict.fromkeys(("0.q", "0.kv"), "colwise_gather_output") | {"0.o": "rowwise_split_input"}
+        parallelize(model, gathered, ctx)
+
+
 class ChunksAtOnce(nn.Module):
     def __init__(self):
         super().__init__()
@@ -849,6 +870,61 @@ class ChunksLater(ChunksAtOnce):
         return self.w3(gate.sigmoid() * up)
 
 
+class ChunksInTurn(ChunksAtOnce):
+    def forward(self, x):
+        x = self.w12(x)
+        x = nn.functional.glu(x)
+        return self.w3(x)
+
+
+class SplitsBySizes(ChunksAtOnce):
+    def forward(self, x):
+        both = self.w12(x)
+        gate, up = both.split(both.shape[-1] // 2, dim=-1)
+        return self.w3(gate.sigmoid() * up)
+
+
+class ViewsAsTwo(ChunksAtOnce):
+    def forward(self, x):
+        gate, up = self.w12(x).view(*x.shape[:-1], 2, -1).unbind(-2)
+        return self.w3(gate.sigmoid() * up)
+
+
+class Gate(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, dim=-1)
+        return gate.sigmoid() * up
+
+
+class HasAGate(ChunksAtOnce):
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x):
+        return self.w3(self.gate(self.w12(x)))
+
+
+class HasTorchsGate(ChunksAtOnce):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.GLU()
+
+    def forward(self, x):
+        x = self.w12(x)
+        return self.w3(self.gate(x))
+
+
+def in_sequence(gate) -> nn.Module:
+    return nn.Sequential(collections.OrderedDict(w12=nn.Linear(8, 16), gate=gate, w3=nn.Linear(8, 8)))
+
+
+class ViewsPairs(ChunksAtOnce):
+    def forward(self, x):  # of each feature's own gate, beside it, a rank has both
+        gate, up = self.w12(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.w3(gate.sigmoid() * up)
+
+
 class ChunksRows(ChunksAtOnce):
     def forward(self, x):
         return self.w3(sum(torch.chunk(input=self.w12(x)[..., :4].chunk(2)[0], chunks=2, dim=-1)))
@@ -859,7 +935,9 @@ class ChunksRows(ChunksAtOnce):
 def test_parallelize_refuses_stacked_projections_that_the_code_takes_apart(ctx, words):
     """Of which a rank would have other parts than the code takes them for, without a word."""
     plan, x = {"w12": words[0], "w3": words[1]}, normal((4, 8), torch.float32, 1, device=ctx.device)
-    for kind in (ChunksAtOnce, ChunksLater):
+    kinds = (ChunksAtOnce, ChunksLater, ChunksInTurn, SplitsBySizes, ViewsAsTwo, HasAGate, HasTorchsGate)
+    gates = (functools.partial(in_sequence, gate) for gate in (Gate(), nn.GLU()))
+    for kind in (*kinds, *gates):
         torch.manual_seed(0)
         model = kind().to(ctx.device)
         twin = copy.deepcopy(model)
@@ -871,6 +949,7 @@ def test_parallelize_refuses_stacked_projections_that_the_code_takes_apart(ctx, 
             parallelize(model, {"w12": "colwise_gather_output", "w3": "rowwise_split_input"}, ctx)
         torch.testing.assert_close(model(x), twin(x))
     check_heads(ChunksRows(), ["w12"], 2)
+    check_heads(ViewsPairs(), ["w12"], 2)
 
 
 class OneHeadOfKeys(nn.Module):

@@ -9,6 +9,7 @@ import textwrap
 from torch import nn
 
 HEADS = r"\w*heads?"  # names of attributes that count heads
+_GATHER = "give what it splits 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
 VIEWS = frozenset({"view", "reshape", "unflatten", "rearrange"})  # what takes features apart
 
 
@@ -20,8 +21,8 @@ def text_config(model: nn.Module):
 
 def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozenset[str] = frozenset()):
     """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
-    for one whose forward counts on all heads, and for stacked projections of which a rank would get other parts than
-    the model takes them for.
+    for one whose forward counts on all heads, or that has a parameter for each of them, and for stacked projections of
+    which a rank would get other parts than the model takes them for.
 
     split: names of the layers of which each rank has some of the features, and returns these. strided: those of them
         of which it has some of each of several blocks.
@@ -35,7 +36,7 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
     for name in split:
         path, _, own = name.rpartition(".")
         what = stacked.get(own)
-        if what is None and ranks > 1 and own in _taken_apart(type(model.get_submodule(path))):
+        if what is None and ranks > 1 and _takes_apart(model.get_submodule(path), own):
             what = "several projections"
         if what is not None and name not in strided:
             raise ValueError(
@@ -52,7 +53,20 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
             f"{' or '.join(map(str, groups))} of keys and values (in model.config) don't divide by {ranks} ranks; use "
             f"a number of ranks that divides both, or leave the attention out of the plan"
         )
-    if ranks == 1 or getattr(config, "base_model_tp_plan", None):  # a model with a plan of its own counts on it
+    if ranks == 1:
+        return
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in split):
+        module = model.get_submodule(path)
+        counts = {size for name, size in vars(module).items() if re.fullmatch(HEADS, name) and type(size) is int}
+        counts |= {*heads, *groups} if any(name.rpartition(".")[0] == path for name in attentions) else set()
+        counts -= {1, getattr(module, "head_dim", None)}
+        for name, parameter in module.named_parameters(recurse=False):
+            if number := next((size for size in parameter.shape if size in counts), None):
+                raise ValueError(
+                    f"parallelize: {path!r}, {type(module).__name__}, has {name} of {tuple(parameter.shape)}, which "
+                    f"goes with all {number} heads, of which a rank would have {number // ranks}; {_GATHER}"
+                )
+    if getattr(config, "base_model_tp_plan", None):  # a model with a plan of its own counts on it
         return
     siblings = {}
     for name in split:
@@ -80,8 +94,7 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
             set_it = "" if per_head else f"set {name} to that on each such module before, or "
             raise ValueError(
                 f"parallelize: the forward of {path!r}, {type(module).__name__}, takes its features apart by "
-                f"{name}={number}, all {what}, of which a rank would have {number // ranks}; {set_it}give what it "
-                f"splits 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
+                f"{name}={number}, all {what}, of which a rank would have {number // ranks}; {set_it}{_GATHER}"
             )
 
 
@@ -128,24 +141,72 @@ def _heads_in_views(kind: type) -> list[str]:
     return list(dict.fromkeys(name for name in owned if re.fullmatch(r"\w*head\w*", name)))
 
 
+def _takes_apart(parent: nn.Module, name: str) -> bool:
+    """Whether a module takes apart what this child of it returns, or has the next one, as an nn.GLU, do so."""
+    if isinstance(parent, nn.Sequential):
+        children = list(parent._modules)
+        after = children[children.index(name) + 1 :][:1]
+    else:
+        found = [by for child, by in _taken_apart(type(parent)) if child == name]
+        if None in found:
+            return True
+        after = [by for by in found if by in parent._modules]
+    kinds = [parent._modules[each] for each in after]
+    return any(
+        each.dim in (-1, 2) if isinstance(each, nn.GLU) else ("", None) in _taken_apart(type(each)) for each in kinds
+    )
+
+
 @functools.lru_cache
-def _taken_apart(kind: type) -> set[str]:
-    """The names of a module's children of whose last dimension its code makes chunks: several projections in one."""
+def _taken_apart(kind: type) -> set[tuple[str, str | None]]:
+    """The names of a module's children whose outputs are several projections in one, as of these its code makes chunks
+    of the last dimension, each with None, or with the name of the child that it passes them to. "": its own input.
+    """
     found = set()
     for method in _methods(kind):
-        nodes, made = list(ast.walk(method)), {}
-        for node in nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                made[node.targets[0].id] = _called_child(node.value)
-        for node in nodes:
-            if not isinstance(node, ast.Call) or getattr(node.func, "attr", None) not in ("chunk", "tensor_split"):
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        made = dict.fromkeys([each.arg for each in method.args.args[1:2] if method.name == "forward"], "")
+        nodes = [node for node in ast.walk(method) if isinstance(node, ast.Assign | ast.Call)]
+        for node in sorted(nodes, key=_position):
+            if isinstance(node, ast.Assign):
+                if isinstance(node.targets[0], ast.Name):
+                    made[node.targets[0].id] = _called_child(node.value)
                 continue
-            is_torchs = ast.unparse(node.func.value) == "torch"
-            source, *rest = node.args or [None] if is_torchs else [node.func.value, *node.args]
-            dim = [*rest[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dim")]
-            if source and dim and ast.unparse(dim[0]) in ("-1", "2"):
-                found.add(_called_child(source) or made.get(getattr(source, "id", None)))
-    return found - {None}
+            name, is_method = getattr(node.func, "attr", getattr(node.func, "id", None)), False
+            if isinstance(node.func, ast.Attribute):
+                is_method = ast.unparse(node.func.value) not in ("torch", "F", "functional", "nn.functional", "self")
+            source, *rest = [node.func.value, *node.args] if is_method else node.args or [None]
+            child = _called_child(source) or made.get(getattr(source, "id", None)) if source else None
+            if child is not None and _splits(name, rest, {each.arg: each.value for each in node.keywords}):
+                found.add((child, None))
+            elif child is not None and (by := _called_child(node)):
+                found.add((child, by))
+    return found
+
+
+def _position(node: ast.AST) -> tuple[int, int]:
+    """Where in the code it has an effect: a name is bound after what it is bound to has been computed."""
+    if isinstance(node, ast.Assign):
+        return node.end_lineno, node.end_col_offset
+    return node.lineno, node.col_offset
+
+
+def _splits(name: str, rest: list[ast.AST], keywords: dict[str, ast.AST]) -> bool:
+    """Whether a call of this name splits the last dimension of its first operand into several whole projections."""
+    if name in ("chunk", "tensor_split", "split", "glu"):
+        dim = [*rest[name != "glu" :][:1], *filter(None, [keywords.get("dim")])]
+        return ast.unparse(dim[0]) in ("-1", "2") if dim else name == "glu"
+    if name == "rearrange":  # "b n (three h d) -> ...", with three=3
+        pattern = re.search(r"\((\w+) [^)]*\) *->", ast.unparse(rest[0])) if rest else None
+        return bool(pattern) and isinstance(keywords.get(pattern[1]), ast.Constant)
+    if name not in VIEWS:
+        return False
+    sizes = rest[name == "unflatten" :]
+    sizes = sizes[0].elts if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple | ast.List) else sizes
+    first = 0 if name == "unflatten" else 1
+    sizes = [ast.unparse(size) for size in sizes[first:]]  # a number of projections, then what is left of each
+    return "-1" in sizes and any(re.fullmatch(r"[2-9]", size) for size in sizes[: sizes.index("-1")])
 
 
 def _called_child(node: ast.AST) -> str | None:
