@@ -773,6 +773,9 @@ def test_parallelize_refuses_stacked_projections_and_heads_by_the_models_config(
         model.config.is_heterogeneous, model.config.per_layer_config = True, layers
         with pytest.raises(ValueError, match="4 or 3 heads and 4 or 3 of keys and values"):
             parallelize(model, {name: words[0], "down": words[1]}, ctx)
+        model.config = types.SimpleNamespace(model_type="ours", num_attention_heads=[2, 3])  # of a model in stages
+        with pytest.raises(ValueError, match="2 or 3 heads and 2 or 3 of keys and values"):
+            parallelize(model, {name: words[0], "down": words[1]}, ctx)
 
 
 class Attends(nn.Module):

@@ -101,7 +101,8 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
 def _numbers(config, name: str) -> list[int]:
     """The numbers of this name in the config of a model, or of its layers where these differ; none if it has none."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    numbers = dict.fromkeys(getattr(layer, name, None) for layer in layers)
+    found = [getattr(layer, name, None) for layer in layers]  # of a model in stages, as Swin, a list
+    numbers = dict.fromkeys(each for value in found for each in (value if isinstance(value, list | tuple) else [value]))
     return [number for number in numbers if isinstance(number, int)]
 
 
