@@ -798,7 +798,8 @@ def test_fully_shard_refuses_by_name(ctx):
     scalar.scale = nn.Parameter(torch.ones((), device=ctx.device))
     tied.layers[3].up.weight = tied.layers[0].up.weight
     fully_shard(tied.layers[0], mesh=mesh)
-    wide, deferring = hybrid(ctx).double(), DeferringModule()
+    wide, deferring, turned = hybrid(ctx).double(), DeferringModule(), nn.Linear(4, 4, dtype=torch.complex64)
+    turned = turned.to(ctx.device)
     deferring.wgrad_store = []
     scaled, copied = (
         fully_shard(nn.Embedding(8, 4, max_norm=0.1).to(ctx.device), mesh=mesh, strategy=strategy)
@@ -830,6 +831,8 @@ def test_fully_shard_refuses_by_name(ctx):
         (lambda: fully_shard(scalar, mesh=mesh), ValueError, r"scale of shape \(\) has no rows to split"),
         (lambda: fully_shard(tied, mesh=mesh), ValueError, r"up.weight is tied to up.*, as fully_shard\(\[a, b\]\)"),
         (lambda: fully_shard(wide, mesh=mesh), TypeError, "summed in float32, float16 or bfloat16, not torch.float64"),
+        (lambda: fully_shard(turned, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), TypeError,
+         "weight is in torch.complex64, in which no gradients .*view_as_real gives"),
         (lambda: fully_shard(sharded, mesh=mesh), ValueError, "FSDPHybrid is sharded already"),
         (lambda: scaled(x.abs().long()), TypeError, "FSDPEmbedding has written to weight, .* nothing brings that to"),
         (lambda: copied(x.abs().long()), TypeError, "FSDPEmbedding has written to weight, .* nothing brings that to"),

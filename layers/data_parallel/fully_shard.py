@@ -485,6 +485,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
             f"fully_shard: {name} has a hook of register_post_accumulate_grad_hook, which would take its gradient "
             f"before the mean over ranks is made; register it on the sharded parameter, for the mean"
         )
+    if parameter.requires_grad and parameter.is_complex():
+        raise TypeError(
+            f"fully_shard: {name} is in {parameter.dtype}, in which no gradients are summed; make a parameter of real "
+            f"numbers, as torch.view_as_real gives, or pass it in ignored_params"
+        )
     reduce_dtype = policy.reduce_dtype or param_dtype_of(parameter.dtype, policy)
     if parameter.requires_grad and reduce_dtype not in SUMMED:
         raise TypeError(
