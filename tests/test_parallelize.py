@@ -919,7 +919,8 @@ class HasTorchsGate(ChunksAtOnce):
 
 
 def in_sequence(gate) -> nn.Module:
-    return nn.Sequential(collections.OrderedDict(w12=nn.Linear(8, 16), gate=gate, w3=nn.Linear(8, 8)))
+    layers = {"w12": nn.Linear(8, 16), "drop": nn.Dropout(0.0), "gate": gate, "w3": nn.Linear(8, 8)}
+    return nn.Sequential(collections.OrderedDict(layers))
 
 
 class ViewsPairs(ChunksAtOnce):

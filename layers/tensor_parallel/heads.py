@@ -143,10 +143,12 @@ def _heads_in_views(kind: type) -> list[str]:
 
 
 def _takes_apart(parent: nn.Module, name: str) -> bool:
-    """Whether a module takes apart what this child of it returns, or has the next one, as an nn.GLU, do so."""
+    """Whether a module takes apart what this child of it returns, or has another, as an nn.GLU, do so."""
     if isinstance(parent, nn.Sequential):
         children = list(parent._modules)
-        after = children[children.index(name) + 1 :][:1]
+        after = children[children.index(name) + 1 :]
+        weighted = [next(parent._modules[each].parameters(), None) is not None for each in after]
+        after = after[: (*weighted, True).index(True) + 1]  # what reads that output, or does through others
     else:
         found = [by for child, by in _taken_apart(type(parent)) if child == name]
         if None in found:
