@@ -140,7 +140,7 @@ def peer(pointer, target, net, ALIGN: tl.constexpr = 1):
     element.
     """
     if INTERPRETED:
-        refuse_unmapped(pointer, net.table + OFFSETS, target, tl.load(net.table + RANK), tl.load(net.table + SIZE))
+        refuse_unmapped(net.table + OFFSETS, target, tl.load(net.table + RANK), tl.load(net.table + SIZE))
     return tl.multiple_of((pointer.to(tl.int64) + tl.load(net.table + OFFSETS + target)).to(pointer.dtype), ALIGN)
 
 

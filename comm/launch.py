@@ -136,13 +136,22 @@ class PreparedLaunch:
 
 
 def _check_arguments(kernel, positional: int, given: dict):
-    """Raises TypeError for more arguments than the kernel has, and for fewer. given: by name."""
+    """Raises TypeError for more arguments than the kernel has, and for fewer. given: by name.
+
+    Not for what is around a kernel, as triton.heuristics and triton.autotune are, which supplies some itself.
+    """
+    if not inspect.isfunction(kernel.fn):
+        return
     if positional > len(kernel.arg_names):
         raise TypeError(f"launch: {kernel.__name__} takes {len(kernel.arg_names)} arguments, got {positional}")
-    if missing := [name for name in kernel.arg_names if name not in given]:
-        parameters = inspect.signature(kernel.fn).parameters
-        if missing := [name for name in missing if parameters[name].default is inspect.Parameter.empty]:
-            raise TypeError(f"launch: {kernel.__name__} was not given {', '.join(missing)}")
+    if missing := [name for name in kernel.arg_names if name not in given and name not in _defaults(kernel.fn)]:
+        raise TypeError(f"launch: {kernel.__name__} was not given {', '.join(missing)}")
+
+
+@functools.cache
+def _defaults(function) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return frozenset(name for name, each in parameters if each.default is not each.empty)
 
 
 def _short(launcher, compiled, num_programs: int):

@@ -163,23 +163,15 @@ def _program() -> tuple[int | None, int]:
 
 
 @interpreter.builtin
-def refuse_unmapped(pointer, offsets, target, rank, size):
-    """Raise TkernelsError if rank `target` has no memory for this process, whose rank is `rank`, where `pointer` says.
+def refuse_unmapped(offsets, target, rank, size):
+    """Raise TkernelsError if rank `target` has no memory for this process, whose rank is `rank`.
 
-    It is none of the `size` ranks, or on another node, and its offset 0, or `pointer` is none to symmetric memory of
-    their context. Without nodes, an offset of 0 is that of a loopback, whose peers are the rank itself.
+    It is none of the `size` ranks, or on another node, and its offset 0. Without nodes, an offset of 0 is that of a
+    loopback, whose peers are the rank itself.
     """
-    target, rank, size, address = as_int(target), as_int(rank), as_int(size), int(pointer.handle.data.min())
+    target, rank, size = as_int(target), as_int(rank), as_int(size)
     if not 0 <= target < size:
         raise TkernelsError(f"a kernel of rank {rank} names rank {target}, but there are {size}, from 0 on")
     offset = ctypes.c_int64.from_address(as_int(offsets) + 8 * target).value
     if _network.segments and target != rank and not offset:
         raise TkernelsError(f"rank {rank} can't load or store in the memory of rank {target}, on another node")
-    if offset and not any(
-        start <= address <= start + num_bytes and offset == addresses[target] - start
-        for start, (num_bytes, addresses) in _network.segments.items()
-    ):
-        raise TkernelsError(
-            f"a kernel of rank {rank} names memory of rank {target} by an address that is not symmetric: what peers "
-            f"write and read, signals too, is made by empty() of the context whose table the kernel gets"
-        )

@@ -105,6 +105,7 @@ class GradReadyHooks:
 
     def __init__(self, params, on_ready, *, buckets, names=None, passes=None):
         self._params, self._on_ready, buckets = list(params), on_ready, list(buckets)
+        names = None if names is None else list(names)
         check_type("GradReadyHooks: on_ready", on_ready, Callable, "a function of a bucket")
         for what, values in {"buckets": buckets, "names": names}.items():
             if values is not None and len(values) != len(self._params):
@@ -165,8 +166,8 @@ class GradReadyHooks:
         """
         self._begin_report(param, written=False)
         lease, again = self._lease(param)
-        if param in self._blank:
-            self._zero(lease, [param], stream)
+        if self._is_blank(param):
+            self._zero(param, lease, stream)
         with lease.write(stream, ordered=again):
             yield param.main_grad
         self._count(param, by_hook=False)
@@ -179,7 +180,7 @@ class GradReadyHooks:
         ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
         self._begin_report(param, written=True)
-        if param in self._blank:
+        if self._is_blank(param):
             raise LeaseError(
                 f"{self._names[param]}: a kernel has added to its main_grad, which earlier passes had filled by hooks "
                 f"alone, so that it began with the last gradient; launch the kernel inside of "
@@ -225,7 +226,9 @@ class GradReadyHooks:
         blank: parameters, of `taken`, whose `main_grad` is anything, and counts as zero.
         """
         with self._lock:
-            self._blank = set(blank)
+            self._blank = {}  # by bucket
+            for param in blank:
+                self._blank.setdefault(self._bucket_of[param], set()).add(param)
             self._unreported = list(dict.fromkeys(self._bucket_of.values()))
             self._counts = dict.fromkeys(self._params, 0)
             self._written, self._announced, self._over = set(), set(), False
@@ -238,8 +241,8 @@ class GradReadyHooks:
 
     def zero_blank(self, stream=None):
         """Zero on `stream` (None: the current one) what has had no gradient in this pass, and was not zero before."""
-        for bucket, params in self._blank_by_bucket().items():
-            self._zero(bucket.lease, params, stream)
+        for bucket in list(self._blank):
+            self._zero_all(bucket, stream)
 
     def relearn(self):
         """Forget the counts: the next pass counts again, and reports nothing before `flush`."""
@@ -264,32 +267,31 @@ class GradReadyHooks:
         elif grad is not None:
             lease, again = self._lease(param)
             with lease.write(ordered=again):
-                if param not in self._blank:
+                if not self._is_blank(param):
                     param.main_grad.add_(grad)
                 elif grad.layout is torch.strided:
                     param.main_grad.copy_(grad)
                 else:
                     param.main_grad.zero_().add_(grad)
-                self._blank.discard(param)
+                self._blank.get(self._bucket_of[param], set()).discard(param)
             self._count(param, by_hook=True)
 
     def _report(self):
         bucket = self._unreported.pop(0)
-        if params := self._blank_by_bucket().get(bucket):
-            self._zero(bucket.lease, params)
+        self._zero_all(bucket)
         self._on_ready(bucket)
 
-    def _blank_by_bucket(self) -> dict:
-        found = {}
-        for param in self._params if self._blank else ():
-            if param in self._blank:
-                found.setdefault(self._bucket_of[param], []).append(param)
-        return found
+    def _is_blank(self, param) -> bool:
+        return param in self._blank.get(self._bucket_of[param], ())
 
-    def _zero(self, lease, params, stream=None):
-        self._blank.difference_update(params)
+    def _zero_all(self, bucket, stream=None):
+        for param in self._blank.pop(bucket, ()):
+            self._zero(param, bucket.lease, stream)
+
+    def _zero(self, param, lease, stream=None):
+        self._blank.get(self._bucket_of[param], set()).discard(param)
         with lease.dev.stream(lease.dev.current_stream() if stream is None else stream), lease.write(stream):
-            torch._foreach_zero_([param.main_grad for param in params])
+            param.main_grad.zero_()
 
     def _arrived(self, param):
         if self._deferred[param]:

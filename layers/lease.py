@@ -48,7 +48,7 @@ class WorkCompletion:
     __slots__ = ("captured", "_work", "_dev")
 
     def __init__(self, work, dev):
-        if work is not None and not hasattr(work, "is_completed"):
+        if work is not None and not (hasattr(work, "wait") or hasattr(work, "is_completed")):
             raise TypeError(f"WorkCompletion: work={work!r} must be what torch.distributed returns with async_op=True")
         self.captured, self._work, self._dev = capturing(dev), work, dev
 

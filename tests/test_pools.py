@@ -149,8 +149,8 @@ def test_max_pool_plan_and_fixed_pool_plan_refuse_what_are_no_buckets_alike(plan
         ([bucket], {}, "a pool's units=.* must be a dict of names to buckets"),
         ({"u": bucket}, {}, "a pool's buckets=.* must be a list of Bucket"),
         ({"u": [("a", 8)]}, {}, "a pool's bucket=.* must be a Bucket"),
-        ({"u": [bucket]}, {"others": bucket}, "a pool's buckets=.* must be a list of Bucket"),
-        ({"u": [Bucket(["a"], torch.float32, 8)]}, {}, "the id of a bucket=.* must be an int or a string"),
+        ({"u": [bucket]}, {"others": bucket}, "a pool's others=.* must be a list of Bucket"),
+        ({"u": [Bucket(["a"], torch.float32, 8)]}, {}, "the id of a bucket=.* must be hashable, as an int or a string"),
         ({"u": [Bucket("a", "float32", 8)]}, {}, "the dtype of bucket 'a'='float32' must be a torch.dtype"),
     ):
         with pytest.raises(TypeError, match=message):

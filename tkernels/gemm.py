@@ -438,7 +438,7 @@ def check_operands(
 
 def _beside_autocast(device: torch.device) -> str:
     """For errors about dtypes."""
-    on = torch.is_autocast_enabled(device.type)
+    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return "; torch's autocast, which is on, casts no operands of this operation: cast them first" if on else ""
 
 

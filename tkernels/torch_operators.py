@@ -81,8 +81,15 @@ def _matmul_impl(x, w, bias, x_scale, w_scale, activation, out_dtype=None, fast_
     return multiply(options, (x, w, bias, None, *Scales.given(x_scale, w_scale)))
 
 
+def _has_sizes_of_data(tensor: torch.Tensor | None) -> bool:
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # slow to import, and there in a trace
+
+    return tensor is not None and has_free_unbacked_symbols(tensor)
+
+
 def _product_fake(name, M, x, w, bias, activation, out_dtype=None):
-    if x.dtype not in FP8:  # which have no gradient, whose trace would fail at these in words of its own
+    # Operands of FP8 have no gradient, whose trace would fail in words of its own; sizes of data can't be compared.
+    if x.dtype not in FP8 and not any(map(_has_sizes_of_data, (x, w, bias))):
         check_operands(name, x, w, bias, activation, x.device)
     return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype))
 

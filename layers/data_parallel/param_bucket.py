@@ -172,12 +172,14 @@ class ParamBucket:
                 owned.grad, self._outside = None, False
         self._leave_kept()
         if not self.delivered:
-            blank = [each for each in self.parameters if each in taken and not self._has_others(each)]
-            if others := set(self.parameters).difference(blank):
+            if self.values is not None:  # whoever changes a shard's `.grad` changes what is between parameters, too
+                self.zero()
+                return []
+            if others := set(self.parameters).difference(taken):
                 with self.grads.changed():
                     torch._foreach_zero_([each.main_grad for each in others])
             self.grads.end()
-            return blank
+            return [each for each in self.parameters if each in taken]
         replaced = {owned: given for owned, given in self.given.items() if owned.grad is not given}
         if self._outside and (replaced or self.changed):
             raise LeaseError(
@@ -203,11 +205,6 @@ class ParamBucket:
                 self.follow()
         return []
 
-    def _has_others(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's `.grad` is a tensor that this bucket knows nothing of."""
-        mark = getattr(self._marks.get(parameter), "nan", None)
-        return not any(parameter.grad is known for known in (None, mark, self.given.get(parameter)))
-
     def _leave_kept(self):
         """Move a `.grad` that was dropped, and that somebody has kept, to memory of its own: this one is used again."""
         for owned in self.given:
@@ -230,9 +227,11 @@ class ParamBucket:
                 grads[:begin].zero_()
                 self._own.mul_(self.levels.share)
                 grads[begin + self._own.numel() :].zero_()
-        for parameter in filter(self._has_others, self.parameters):
-            with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
-                parameter.main_grad.add_(parameter.grad)
+        for parameter in self.parameters:
+            mark = getattr(self._marks.get(parameter), "nan", None)
+            if not any(parameter.grad is known for known in (None, mark, self.given.get(parameter))):
+                with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
+                    parameter.main_grad.add_(parameter.grad)
         self._taken = {owned for owned in self.owned if owned.grad is not None}
         self.drop()
 

@@ -424,12 +424,13 @@ def _check_buckets(units, others) -> list[Bucket]:
     check_type("a pool's units", units, Mapping, "a dict of names to buckets")
     if None in units:
         raise ValueError("None is no name for a unit; buckets of no unit go into `others`")
-    for buckets in (*units.values(), others):
-        check_type("a pool's buckets", buckets, Iterable, "a list of Bucket")
+    for buckets in units.values():
+        check_type("a pool's buckets", buckets, Sequence, "a list of Bucket")
+    check_type("a pool's others", others, Iterable, "a list of Bucket")
     others = list(others)
     for bucket in itertools.chain(*units.values(), others):
         check_type("a pool's bucket", bucket, Bucket, "a Bucket")
-        check_type("the id of a bucket", bucket.id, int | str, "an int or a string")
+        check_type("the id of a bucket", bucket.id, Hashable, "hashable, as an int or a string")
         check_torch_dtype(f"the dtype of bucket {bucket.id!r}", bucket.dtype)
         whole(f"the numel of bucket {bucket.id!r}", bucket.numel)
     return others

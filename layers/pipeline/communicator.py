@@ -180,7 +180,7 @@ class P2PCommunicator:
         self.is_pp_first_stage, self.is_pp_last_stage = self.rank == 0, self.rank == self.size - 1
         self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
         self.pp_group, self.config, self.max_inflight = group.process_group, config, max_inflight
-        self._own, alike = own, {}
+        self._own, self._agreed, alike = own, {}, {}
         with self.checking("P2PCommunicator", alike):
             if not own and backend not in BACKENDS:
                 raise (ValueError if isinstance(backend, str) else TypeError)(
@@ -218,9 +218,25 @@ class P2PCommunicator:
             "is, and make one where it is needed"
         )
 
+    @contextlib.contextmanager
     def checking(self, call: str, alike: dict):
-        """Collective. For `with`: what the block raises on one rank all raise, and MismatchError if `alike` differs."""
-        return contextlib.nullcontext() if self._own else self.group.checking(call, alike)
+        """For `with`: what the block raises on one rank all raise, and MismatchError if `alike`, filled in it, differs.
+
+        Collective for what is new. Once ranks have agreed on a call, an error in the next one ends it as `fail` does.
+        """
+        agreed = self._agreed.setdefault(call, [])
+        try:
+            with self.group.checking(call, alike) if not (self._own or agreed) else contextlib.nullcontext():
+                yield
+        except Exception as error:
+            if agreed:
+                self.fail(error)
+            raise
+        if agreed and alike not in agreed:
+            with self.group.checking(call, alike):
+                pass
+        if not self._own and alike not in agreed:
+            agreed.append(dict(alike))
 
     # One transfer
 

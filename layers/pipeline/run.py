@@ -23,7 +23,8 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_leaves,
 from tkernels.comm.arguments import check_flags, check_type, whole
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import MeshLike
-from tkernels.comm.group import listed
+from tkernels.comm.group import Group, listed
+from tkernels.layers.marks import is_copy
 from tkernels.layers.pipeline.communicator import P2PCommunicator, check_shapes, is_shape, map_shapes, ranks_of
 from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor, leaves
 from tkernels.layers.pipeline.schedule import Step, schedule
@@ -104,7 +105,7 @@ def split_into_stages(
     Raises ValueError if there are fewer blocks than parts, if the parts leave some of the model out, or if they have
     parameters or buffers that are not in a module of the model. A parameter in the parts of several ranks, such as a
     head that is tied to the embedding, is a separate parameter on each of them: sum its gradients over these ranks, or
-    the values diverge at the first step. A warning names it unless it is marked by `shared = True`.
+    the values diverge at the first step. All of them but the first warn of it, unless `shared = True` marks it there.
     """
     group = ranks_of(mesh, "split_into_stages: mesh")
     check_type("split_into_stages: blocks", blocks, Iterable, "a list of modules")
@@ -136,23 +137,23 @@ def split_into_stages(
     split = [blocks[start:end] for start, end in itertools.pairwise(ends)]
     split = [[embedding, *split[0]], *split[1:]]
     split[-1].append(head)
-    _warn_of_tied(model, split, group.size)
+    _warn_of_tied(model, split, group)
     return nn.ModuleList(Stage(split[number], names, options) for number in range(group.rank, num_parts, group.size))
 
 
-def _warn_of_tied(model: nn.Module, split: list[list[nn.Module]], num_ranks: int):
-    """Warns, on every rank, of a parameter in the parts of several ranks, if nobody has marked it as shared."""
+def _warn_of_tied(model: nn.Module, split: list[list[nn.Module]], group: Group):
+    """Warns of a parameter of this rank that one before it has too, if nobody has marked it as shared."""
     ranks_of_each = defaultdict(set)
     for number, parts in enumerate(split):
         for parameter in nn.ModuleList(parts).parameters():
-            ranks_of_each[parameter].add(number % num_ranks)
+            ranks_of_each[parameter].add(number % group.size)
     for name, parameter in model.named_parameters():
         ranks = sorted(ranks_of_each[parameter])
-        if len(ranks) > 1 and not getattr(parameter, "shared", False):
+        if group.rank in ranks[1:] and not is_copy(parameter):
             warnings.warn(
                 f"pipeline: {name} has a copy on each of ranks {', '.join(map(str, ranks))}, which diverge unless you "
-                f"sum its gradient over these ranks before each step; set its mark shared = True, by which norms count "
-                f"it once, if you do",
+                f"sum its gradient over these ranks before each step; if you do, mark it shared = True on all of them "
+                f"but the first, so that norms count it once",
                 stacklevel=3,
             )
 
@@ -216,13 +217,13 @@ def forward_backward_pipelining(
         no_sync_func, as in Megatron's config: a function, or a list of one for each chunk.
 
     Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Before anything is
-    sent, and on every rank, raises TypeError for arguments that are none of these, ValueError for an impossible
-    schedule, for missing shapes, and for overlap with a communicator that exchanges shapes, because the host waits for
-    them, and MismatchError for numbers of microbatches or chunks, or a forward_only, that differ between ranks. Later,
-    raises TypeError for what is no tensor between stages, and for a loss that is no scalar with a gradient; ValueError
-    for shapes other than those that a stage returns. What a stage raises meanwhile ends the step on all ranks
-    (`P2PCommunicator.fail`); one whose host has queued the step by then raises in its next call, and what it has
-    computed is of no use.
+    sent, raises TypeError for arguments that are none of these, ValueError for an impossible schedule, for missing
+    shapes, and for overlap with a communicator that exchanges shapes, because the host waits for them: on every rank in
+    its first step, later as what a stage raises. And MismatchError, at the first such step, for numbers of microbatches
+    or chunks, or a forward_only, that differ between ranks. Meanwhile, raises TypeError for what is no tensor between
+    stages, and for a loss that is no scalar with a gradient; ValueError for shapes other than those that a stage
+    returns. What a stage raises ends the step on all ranks (`P2PCommunicator.fail`); one whose host has queued the step
+    by then raises in its next call, and what it has computed is of no use.
     """
     check_type("pipeline: comm", comm, P2PCommunicator, "a P2PCommunicator")
     shape_of, alike = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape, {}

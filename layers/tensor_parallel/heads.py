@@ -8,6 +8,8 @@ import textwrap
 
 from torch import nn
 
+from tkernels.layers.marks import is_split
+
 HEADS = r"\w*heads?"  # names of attributes that count heads
 _GATHER = "give what it splits 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
 VIEWS = frozenset({"view", "reshape", "unflatten", "rearrange"})  # what takes features apart
@@ -59,9 +61,12 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
         module = model.get_submodule(path)
         counts = {size for name, size in vars(module).items() if re.fullmatch(HEADS, name) and type(size) is int}
         counts |= {*heads, *groups} if any(name.rpartition(".")[0] == path for name in attentions) else set()
-        counts -= {1, getattr(module, "head_dim", None)}
+        counts.discard(1)
+        widths = {size for name, size in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)}
         for name, parameter in module.named_parameters(recurse=False):
-            if number := next((size for size in parameter.shape if size in counts), None):
+            sizes = parameter.shape[:-1] if parameter.shape[-1:] and parameter.shape[-1] in widths else parameter.shape
+            number = next((size for size in sizes if size in counts), None)
+            if number and not is_split(parameter):
                 raise ValueError(
                     f"parallelize: {path!r}, {type(module).__name__}, has {name} of {tuple(parameter.shape)}, which "
                     f"goes with all {number} heads, of which a rank would have {number // ranks}; {_GATHER}"
@@ -171,17 +176,24 @@ def _taken_apart(kind: type) -> set[tuple[str, str | None]]:
             continue
         made = dict.fromkeys([each.arg for each in method.args.args[1:2] if method.name == "forward"], "")
         nodes = [node for node in ast.walk(method) if isinstance(node, ast.Assign | ast.Call)]
+        assigned = (node for node in nodes if isinstance(node, ast.Assign))
+        several = {node.value for node in assigned if isinstance(node.targets[0], ast.Tuple)}
         for node in sorted(nodes, key=_position):
             if isinstance(node, ast.Assign):
                 if isinstance(node.targets[0], ast.Name):
                     made[node.targets[0].id] = _called_child(node.value)
+                elif isinstance(node.targets[0], ast.Tuple):
+                    made |= {name.id: None for name in node.targets[0].elts if isinstance(name, ast.Name)}
                 continue
             name, is_method = getattr(node.func, "attr", getattr(node.func, "id", None)), False
             if isinstance(node.func, ast.Attribute):
                 is_method = ast.unparse(node.func.value) not in ("torch", "F", "functional", "nn.functional", "self")
             source, *rest = [node.func.value, *node.args] if is_method else node.args or [None]
             child = _called_child(source) or made.get(getattr(source, "id", None)) if source else None
-            if child is not None and _splits(name, rest, {each.arg: each.value for each in node.keywords}):
+            keywords = {each.arg: each.value for each in node.keywords}
+            # A number of features, as those of a head, makes as many pieces as there are, unless these have names.
+            counted = name != "split" or node in several or not isinstance(rest[0], ast.Name | ast.Attribute)
+            if child is not None and counted and _splits(name, rest, keywords):
                 found.add((child, None))
             elif child is not None and (by := _called_child(node)):
                 found.add((child, by))
@@ -209,7 +221,8 @@ def _splits(name: str, rest: list[ast.AST], keywords: dict[str, ast.AST]) -> boo
     sizes = sizes[0].elts if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple | ast.List) else sizes
     first = 0 if name == "unflatten" else 1
     sizes = [ast.unparse(size) for size in sizes[first:]]  # a number of projections, then what is left of each
-    return "-1" in sizes and any(re.fullmatch(r"[2-9]", size) for size in sizes[: sizes.index("-1")])
+    numbers = [size for size in sizes[: sizes.index("-1") if "-1" in sizes else 0] if re.fullmatch(r"[2-9]", size)]
+    return len(numbers) == 1 and not any(re.search(r"shape\[-1\]|size\(-1\)", size) for size in sizes)
 
 
 def _called_child(node: ast.AST) -> str | None:

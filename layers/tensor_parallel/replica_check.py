@@ -15,8 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tkernels.comm import Context, MismatchError, find_context
 from tkernels.comm.context import constant_in_traces
 from tkernels.comm.contexts import open_contexts
+from tkernels.comm.errors import OutOfStepError, TkernelsError
 from tkernels.comm.group import listed
 from tkernels.layers.marks import RANKS, gradient_of, is_partial, is_split
+from tkernels.layers.owners import owner_of, parameters_of
 from tkernels.layers.tensor_parallel.dtensors import is_part
 from tkernels.layers.tensor_parallel.replicas import (
     FOR_HEADS,
@@ -364,11 +366,11 @@ def _check_step(optimizer, *_):
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if count > 8 or count & (count - 1):
         return
-    marked, parameters = {}, _named(optimizer)
-    for parameter in parameters.values():
+    marked, parameters = {}, parameters_of(optimizer)
+    for parameter in parameters:
         if unsummed := getattr(parameter, _UNSUMMED, None):
             marked.setdefault(unsummed.context, {})[unsummed.name] = parameter
-    parts = {getattr(each, RANKS, None) for each in parameters.values() if is_split(each)} - {None}
+    parts = {getattr(each, RANKS, None) for each in parameters if is_split(each)} - {None}
     step = f"{type(optimizer).__name__}.step"
     for ctx in open_contexts() if marked or parts else ():
         if ctx.capturing:
@@ -376,7 +378,7 @@ def _check_step(optimizer, *_):
         if ctx.name in marked:
             _compare_marked(ctx, step, marked[ctx.name])
         if parts == {ctx.name}:
-            _compare_wholes(ctx, step, parameters)
+            _compare_wholes(ctx, step, _named(optimizer))
 
 
 def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
@@ -394,7 +396,7 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
 
 def _compare_wholes(ctx: Context, step: str, parameters: dict[str, torch.Tensor]):
     """Collective. Warns of gradients that differ, of parameters that are no parts."""
-    wholes = {name: each for name, each in parameters.items() if not is_split(each) and not _is_over(each, ctx)}
+    wholes = {name: each for name, each in parameters.items() if not (is_split(each) or _is_over(each, ctx))}
     found = _gathered(ctx, step, wholes)
     if (factors := _factors(found)) is not None:
         warnings.warn(
@@ -420,22 +422,33 @@ def _gathered(ctx: Context, step: str, parameters: dict[str, torch.Tensor]) -> d
     grads = {name: gradient_of(parameter) for name, parameter in parameters.items()}
     grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
     dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided and grad.numel()}
-    return _judgeable(ctx.group.gather({name: _summary(grad).tolist() for name, grad in dense.items()}, step))
+    group, limit_s = ctx.group, ctx.group.limit_s
+    try:
+        group.limit_s = ctx.timeout_s
+        with group.during(lambda: (step, {})):
+            return _judgeable(group.gather({name: _summary(grad).tolist() for name, grad in dense.items()}))
+    except OutOfStepError as error:
+        raise TkernelsError(
+            f"{error}. Ranks that have parts of the same layers step together; torch.amp.GradScaler skips the step of "
+            f"one alone, where torch's ShardedGradScaler(process_group=...) skips that of all"
+        ) from error
+    finally:
+        group.limit_s = limit_s
 
 
 def _named(optimizer) -> dict[str, torch.Tensor]:
     """An optimizer's parameters by the names that it was given, else by their number and shape."""
-    named = {}
-    for group in optimizer.param_groups:
-        numbered = (f"parameter {len(named) + n} {[*each.shape]}" for n, each in enumerate(group["params"]))
-        named.update(zip(group.get("param_names", numbered), group["params"], strict=True))
-    return named
+    given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    parameters = parameters_of(optimizer)
+    if len(given) != len(parameters):
+        given = [f"parameter {number} {[*each.shape]}" for number, each in enumerate(parameters)]
+    return dict(zip(given, parameters, strict=True))
 
 
 def _is_over(parameter: torch.Tensor, ctx: Context) -> bool:
-    """Whether a parameter is a DTensor over several of these ranks."""
+    """Whether a parameter is a DTensor over several of these ranks, or a shard, which has an owner."""
     if not isinstance(parameter, DTensor):
-        return False
+        return any(parameter is shard for shard in getattr(owner_of(parameter), "shards", ()))
     return len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks)) > 1
 
 
@@ -513,11 +526,13 @@ def _summary(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _judgeable(by_rank: tuple[dict[str, list]]) -> dict[str, torch.Tensor]:
-    """Name -> summaries [R, 2 * slices], zeros where a rank has none. Leaves out what is zero or has overflowed."""
+    """Name -> summaries [R, 2 * slices], zeros where a rank has none or fewer. Leaves out zeros and what overflowed."""
     found = {}
     for name in dict.fromkeys(name for each in by_rank for name in each):
-        present = next(each[name] for each in by_rank if name in each)
-        values = torch.tensor([each.get(name, [0.0] * len(present)) for each in by_rank], dtype=torch.float64)
+        rows = [each.get(name, ()) for each in by_rank]
+        longest = max(map(len, rows))
+        rows = [row if len(row) == longest else [0.0] * longest for row in rows]
+        values = torch.tensor(rows, dtype=torch.float64)
         if values.isfinite().all() and values.any():
             found[name] = values
     return found
