@@ -302,6 +302,20 @@ def test_launch_names_what_is_wrong_with_a_kernel_and_its_arguments_and_the_cont
     ctx.barrier()
 
 
+@triton.heuristics({"BLOCK": lambda arguments: 4})
+@triton.jit
+def count_kernel(out, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), tl.arange(0, BLOCK))
+
+
+@simulated_only
+@pytest.mark.ranks(1)
+def test_launch_leaves_to_heuristics_what_they_supply(ctx):
+    out = torch.zeros(4, dtype=torch.int64)
+    ctx.launch(count_kernel, 1, out)
+    assert out.tolist() == [0, 1, 2, 3]
+
+
 @triton.jit
 def add_to_kernel(word, target, table, rank, L, OPERATOR: tl.constexpr):
     signal(word, 1, target, Net(table, rank), L, OPERATOR)

@@ -542,6 +542,16 @@ def test_column_parallel_linear_tells_the_optimizer_of_wholes_whose_gradients_di
     summed = functools.partial(layers.all_reduce_sequence_parallel_grads, mesh=ctx)
     assert not warned(before=summed, sequence_parallel=True)
     assert warned(sequence_parallel=True)
+    layer = ColumnParallelLinear(8, 5, mesh=ctx)  # 3 features of rank 0, 2 of the other
+    layer.scale = nn.Parameter(torch.ones_like(layer.bias))
+    others = [(f"other {number}", nn.Parameter(x.clone())) for number in range(2)]
+    optimizer = torch.optim.SGD([*layer.named_parameters(), *others], 0.1)
+    (layer(x) * layer.scale).sum().backward()
+    with pytest.warns(UserWarning, match="of scale differ"):
+        optimizer.step()
+    layer.scale.tensor_model_parallel = True
+    optimizer.param_groups[0]["params"] = [*layer.parameters()]  # as what flattens parameters does, names aside
+    optimizer.step()
 
 
 @pytest.mark.ranks(2)

@@ -482,6 +482,15 @@ def test_a_compiled_block_gives_the_same_results_and_gradients(ctx):
         assert torch.equal(eager, compiled)
 
 
+def test_matmul_takes_sizes_of_data_in_compiled_code():
+    """What fits by equal masks can't be compared in a trace."""
+    x, w, bias, mask = torch.ones(8, 16), torch.ones(32, 16), torch.ones(32), torch.arange(32) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        step = torch.compile(lambda m, n: tkernels.matmul(x, w[m], bias[n]), fullgraph=True, backend="aot_eager")
+        assert step(mask, mask.clone()).eq(17.0).all()
+    torch.compiler.reset()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_matmul_and_its_kin_name_operands_that_dont_fit_in_compiled_code_too(ctx, name):

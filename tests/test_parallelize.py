@@ -918,6 +918,20 @@ class HasTorchsGate(ChunksAtOnce):
         return self.w3(self.gate(x))
 
 
+class SplitsIntoHeads(ChunksAtOnce):
+    width = 4
+
+    def forward(self, x):  # as many as a rank has
+        heads = torch.stack(self.w12(x).split(self.width, -1))
+        return self.w3(heads.softmax(1).mean(0))
+
+
+class ViewsWindows(ChunksAtOnce):
+    def forward(self, x):
+        h = self.w12(x)
+        return self.w3(h.view(2, -1, h.shape[-1]).cumsum(1).flatten(0, 1))
+
+
 def in_sequence(gate) -> nn.Module:
     layers = {"w12": nn.Linear(8, 16), "drop": nn.Dropout(0.0), "gate": gate, "w3": nn.Linear(8, 8)}
     return nn.Sequential(collections.OrderedDict(layers))
@@ -953,7 +967,8 @@ def test_parallelize_refuses_stacked_projections_that_the_code_takes_apart(ctx, 
             parallelize(model, {"w12": "colwise_gather_output", "w3": "rowwise_split_input"}, ctx)
         torch.testing.assert_close(model(x), twin(x))
     check_heads(ChunksRows(), ["w12"], 2)
-    check_heads(ViewsPairs(), ["w12"], 2)
+    for kind in (ViewsPairs, SplitsIntoHeads, ViewsWindows):
+        check_heads(kind(), ["w12"], 2)
 
 
 class OneHeadOfKeys(nn.Module):
