@@ -752,11 +752,8 @@ def test_forward_backward_pipelining_refuses_steps_that_differ_between_ranks(ctx
     with pytest.raises(TypeError, match=r"loss_fn=None must be a function .*on rank 1|^[^(]*loss_fn=None must be"):
         step(**wrong)
     assert step([stage], data) == ([24.0] * 6 if other else [])
-    with own, pytest.raises(TypeError if other else tkernels.TkernelsError, match="loss_fn=None must be a function"):
-        step(**wrong)  # on rank 1 alone, while the other has begun
-        if ctx.device.type == "cuda":
-            torch.cuda.synchronize()
-            own.check()
+    comm.close()
+    own.finalize()
 
 
 @pytest.mark.ranks(2)

@@ -222,16 +222,11 @@ class P2PCommunicator:
     def checking(self, call: str, alike: dict):
         """For `with`: what the block raises on one rank all raise, and MismatchError if `alike`, filled in it, differs.
 
-        Collective for what is new. Once ranks have agreed on a call, an error in the next one ends it as `fail` does.
+        Collective for what is new. Once ranks have agreed on a call, the next block raises where it is wrong.
         """
         agreed = self._agreed.setdefault(call, [])
-        try:
-            with self.group.checking(call, alike) if not (self._own or agreed) else contextlib.nullcontext():
-                yield
-        except Exception as error:
-            if agreed:
-                self.fail(error)
-            raise
+        with self.group.checking(call, alike) if not (self._own or agreed) else contextlib.nullcontext():
+            yield
         if agreed and alike not in agreed:
             with self.group.checking(call, alike):
                 pass

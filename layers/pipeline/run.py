@@ -219,7 +219,7 @@ def forward_backward_pipelining(
     Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Before anything is
     sent, raises TypeError for arguments that are none of these, ValueError for an impossible schedule, for missing
     shapes, and for overlap with a communicator that exchanges shapes, because the host waits for them: on every rank in
-    its first step, later as what a stage raises. And MismatchError, at the first such step, for numbers of microbatches
+    its first step, later where they are wrong. And MismatchError, at the first such step, for numbers of microbatches
     or chunks, or a forward_only, that differ between ranks. Meanwhile, raises TypeError for what is no tensor between
     stages, and for a loss that is no scalar with a gradient; ValueError for shapes other than those that a stage
     returns. What a stage raises ends the step on all ranks (`P2PCommunicator.fail`); one whose host has queued the step
