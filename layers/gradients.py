@@ -24,6 +24,7 @@ from tkernels.layers.data_parallel.norms import (
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.marks import gradient_of, is_partial, is_split
 from tkernels.layers.owners import owner_of
+from tkernels.layers.tensor_parallel.dtensors import num_ranks_of
 
 
 @torch.no_grad()
@@ -173,7 +174,7 @@ def _check_mark(parameter: torch.Tensor, ctx: Context | None):
         return
     if not isinstance(parameter, DTensor) or hasattr(parameter, "tensor_model_parallel") or owner_of(parameter, Unit):
         return
-    if len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks)) < min(ctx.size, 2):
+    if num_ranks_of(parameter, ctx) < min(ctx.size, 2):
         raise ValueError(
             f"clip_grad_norm_: the parameter of {tuple(parameter.shape)} is a DTensor over data-parallel ranks alone, "
             f"and the marks that parallel layers set are not on it, as torch's FSDP2 drops them; use "

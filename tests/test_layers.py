@@ -555,6 +555,20 @@ def test_column_parallel_linear_tells_the_optimizer_of_wholes_whose_gradients_di
 
 
 @pytest.mark.ranks(2)
+def test_column_parallel_linear_names_what_lets_one_rank_step_alone(ctx):
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=2, default=False) as own:
+        torch.manual_seed(0)
+        layer = ColumnParallelLinear(8, 6, mesh=own)
+        layer(torch.ones(5, 8, device=ctx.device)).sum().backward()
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        if ctx.rank == 0:  # as under torch.amp.GradScaler, where the other's part has overflowed
+            with pytest.raises(tkernels.TkernelsError, match="SGD.step.*no call for 2 s.*ShardedGradScaler"):
+                optimizer.step()
+        ctx.barrier()
+        own.reported = True
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["column", "row", "mlp", "column, row"])
 def test_parallel_mlp_has_the_full_models_second_derivatives(ctx, kind):
     """A penalty on the gradient of the input, which is replicated, and its gradients by input and weights."""

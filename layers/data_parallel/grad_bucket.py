@@ -210,7 +210,8 @@ class GradBucket:
         self._reduced.update(lease.used)
 
     def _sum(self, flat: torch.Tensor) -> torch.Tensor:
-        check_tensors("GradBucket", **{"what reduce returns, for deliver": (summed := self._reduce(flat))})
+        summed = self._reduce(flat)
+        check_tensors("GradBucket", **{"what reduce returns, for deliver": summed})
         return summed
 
 

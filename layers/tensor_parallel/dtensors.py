@@ -52,6 +52,11 @@ def is_part(parameter: torch.Tensor) -> bool:
     return is_split(parameter)
 
 
+def num_ranks_of(parameter: DTensor, ctx: Context) -> int:
+    """How many of a context's ranks a DTensor is over."""
+    return len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks))
+
+
 def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
     """How DTensors split `size` over ranks, as torch.chunk does: 10 over 4 as 3, 3, 3, 1; 5 over 4 as 2, 2, 1, 0."""
     most = -(-size // ranks)

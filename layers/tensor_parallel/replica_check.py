@@ -19,7 +19,7 @@ from tkernels.comm.errors import OutOfStepError, TkernelsError
 from tkernels.comm.group import listed
 from tkernels.layers.marks import RANKS, gradient_of, is_partial, is_split
 from tkernels.layers.owners import owner_of, parameters_of
-from tkernels.layers.tensor_parallel.dtensors import is_part
+from tkernels.layers.tensor_parallel.dtensors import is_part, num_ranks_of
 from tkernels.layers.tensor_parallel.replicas import (
     FOR_HEADS,
     GRAD_ALLREDUCE,
@@ -449,7 +449,7 @@ def _is_over(parameter: torch.Tensor, ctx: Context) -> bool:
     """Whether a parameter is a DTensor over several of these ranks, or a shard, which has an owner."""
     if not isinstance(parameter, DTensor):
         return any(parameter is shard for shard in getattr(owner_of(parameter), "shards", ()))
-    return len({*parameter.device_mesh.mesh.flatten().tolist()}.intersection(ctx.group.global_ranks)) > 1
+    return num_ranks_of(parameter, ctx) > 1
 
 
 def _differentiable(output) -> torch.Tensor | None:
