@@ -3,6 +3,7 @@
 import atexit
 import collections
 import contextlib
+import datetime
 import functools
 import json
 import logging
@@ -10,7 +11,6 @@ import os
 import pickle
 import reprlib
 import sys
-import threading
 import time
 import weakref
 import zlib
@@ -61,49 +61,6 @@ class _Arrival(NamedTuple):
     value: object
 
 
-class _Watch:
-    """Calls what a block has not ended in time for, in one thread.
-
-    A threading.Timer would start one for each block, which takes twice as long as a meeting does otherwise.
-    """
-
-    def __init__(self):
-        self._changed, self._due, self._thread, self._wakes = threading.Condition(), {}, None, 0.0
-
-    @contextlib.contextmanager
-    def over(self, seconds: float, function):
-        key, limit = object(), time.monotonic() + seconds
-        with self._changed:
-            self._due[key] = limit, function
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tkernels-watch", daemon=True)
-                self._thread.start()
-            elif limit < self._wakes:
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._due.pop(key, None)
-
-    def _run(self):
-        while True:
-            with self._changed:
-                now = time.monotonic()
-                late = [key for key, (limit, _) in self._due.items() if limit <= now]
-                functions = [self._due.pop(key)[1] for key in late]
-                if not late:
-                    self._wakes = min((limit for limit, _ in self._due.values()), default=now + PATIENCE_S)
-                    self._changed.wait(self._wakes - now)
-            while functions:
-                with contextlib.suppress(Exception):  # of a group that has ended meanwhile
-                    functions.pop()()
-
-
-_watch = _Watch()
-os.register_at_fork(after_in_child=_watch.__init__)  # which has neither the thread nor the meetings
-
-
 class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
 
@@ -152,16 +109,16 @@ class Group:
             return True
         return dist.is_initialized() and self.process_group in dist.distributed_c10d._world.pg_map
 
-    def gather(self, value, call: str | None = None) -> list:
+    def gather(self, value, call: str | None = None, limit_s: float | None = None) -> list:
         """Collective. Returns every rank's picklable `value`, in rank order.
 
         call: name of this rank's call; by default the operation of `during`, or the library's function that calls.
+        limit_s: ranks that have not come by then are named in an OutOfStepError; None: `self.limit_s` in a call.
 
         Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike.
         Raises TkernelsError if a rank has gone, if another thread meets over the same process group, in a process that
-        was forked from a rank, and once the group is closed. A waiting rank logs the missing ones after PATIENCE_S; the
-        limit of the wait is torch.distributed's.
-        With `limit_s`, ranks that have not come to a meeting in a call by then are named in an OutOfStepError.
+        was forked from a rank, and once the group is closed. A waiting rank logs the missing ones after PATIENCE_S;
+        without a limit, that of the wait is torch.distributed's.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
@@ -177,9 +134,11 @@ class Group:
         operation, alike = self.described() or (function, {})
         alike = {"context": self.name} | alike
         call = call or operation
-        with self._turn, self._arriving(call, line):
+        limit_s = self.limit_s if limit_s is None and self._describe else limit_s
+        with self._turn:
+            name_late = self._arrive(call, line, limit_s)
             try:
-                ranks = self._exchange(_Arrival(call, line, alike, value))
+                ranks = self._exchange(_Arrival(call, line, alike, value), name_late)
             except RuntimeError as error:  # from the backend
                 raise TkernelsError(
                     f"{call} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
@@ -191,35 +150,42 @@ class Group:
             raise MismatchError(f"{calls[0]}: the ranks' calls differ, in {found}; {_way_out(alike)}")
         return list(values)
 
-    def _exchange(self, value) -> list:
-        """Collective. Every rank's picklable value.
+    def _exchange(self, value, name_late) -> list:
+        """Collective. Every rank's picklable value. name_late: called after PATIENCE_S.
 
         Not over the process group, whose next collective on the host may be of another thread, as in dcp.async_save,
         or of a rank that is not in this call.
         """
         sent = pickle.dumps(value)
         data = len(sent).to_bytes(8, "little") + sent
-        frames = self._all_gather(data[:FRAME].ljust(FRAME, b"\0"))
+        frames = self._all_gather(data[:FRAME].ljust(FRAME, b"\0"), name_late)
         sizes = [8 + int.from_bytes(frame[:8], "little") for frame in frames]
         if (most := max(sizes)) > FRAME:
-            rest = self._all_gather(data[FRAME:].ljust(most - FRAME, b"\0"))
+            rest = self._all_gather(data[FRAME:].ljust(most - FRAME, b"\0"), name_late)
             frames = [first + second for first, second in zip(frames, rest, strict=True)]
         return [pickle.loads(frame[8:size]) for frame, size in zip(frames, sizes, strict=True)]
 
-    def _all_gather(self, data: bytes) -> list[bytes]:
+    def _all_gather(self, data: bytes, name_late) -> list[bytes]:
         """Collective. As many bytes of each rank."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = torch.empty(self.size, len(data), dtype=torch.uint8, device="cpu")
-        self._host().allgather([[*found]], [mine]).wait()
+        work = self._host(name_late).allgather([[*found]], [mine])
+        try:
+            work.wait(datetime.timedelta(seconds=PATIENCE_S))
+        except RuntimeError:
+            if not work.is_completed():
+                name_late()
+            work.wait()  # raises again if it has failed
         return [part.numpy().tobytes() for part in found]
 
-    def _host(self) -> dist.ProcessGroup:
+    def _host(self, name_late) -> dist.ProcessGroup:
         """Collective. The process group of meetings, which torch does not count among those that it names by number."""
         group, store = self.process_group, _store()
         if group in _hosts or store is None:
             return _hosts.get(group, group)
         limit, number = group._get_backend(group._device_types[0]).options._timeout, _meetings[self._key]
-        if not _until(lambda: all(met >= number for met, *_ in self._last_calls(store)), limit.total_seconds()):
+        here = lambda: all(met >= number for met, *_ in self._last_calls(store))  # noqa: E731
+        if not _until(here, limit.total_seconds(), name_late):
             raise RuntimeError(f"some have not come within {limit}")
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [_gloo_device()], 1, limit
@@ -227,30 +193,23 @@ class Group:
         _hosts[group] = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         return _hosts[group]
 
-    @contextlib.contextmanager
-    def _arriving(self, call: str, line: str):
-        """Collective. Tell the others that this rank has come to a meeting, which the block holds.
+    def _arrive(self, call: str, line: str, limit_s: float | None):
+        """Collective. Tell the others that this rank has come to a meeting. Returns what logs which are missing.
 
-        If they don't come for long, log which are missing, and the last call of each. With `limit_s`, in a call, the
-        block begins once all are here, and OutOfStepError is raised if some are not within it.
+        With a limit, returns once all are here, and raises OutOfStepError if some are not within it.
         """
         store, meeting = _store(), None
-        if self.limit_s is not None and self._describe:
+        if limit_s is not None:
             self._number += 1
             meeting = f"tkernels/{self.name}/meeting {self._number}"
         number = _meetings[self._key] = _meetings[self._key] + 1
-        if store is None:
-            yield
-            return
-        told = False
-        with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
-            store.set(f"{self._key}/{self.rank}", json.dumps([number, meeting, call, line]))
-            told = True
         name_late = functools.partial(self._name_late, store, number, f"{call} ({line})")
-        with _watch.over(PATIENCE_S, name_late) if told else contextlib.nullcontext():
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
+                store.set(f"{self._key}/{self.rank}", json.dumps([number, meeting, call, line]))
             if meeting:
-                self._await_all(store, meeting)
-            yield
+                self._await_all(store, meeting, limit_s, name_late)
+        return name_late
 
     def _last_calls(self, store: dist.Store) -> list[tuple[int, str | None, str, str]]:
         """By rank: of the last meeting that it has come to, the number, the name, the call, the line of the program."""
@@ -264,7 +223,7 @@ class Group:
             if last and last[rank][0] > last[other][0]:
                 return "{} ({})".format(*last[rank][2:])
 
-    def _await_all(self, store: dist.Store, meeting: str):
+    def _await_all(self, store: dist.Store, meeting: str, limit_s: float, name_late):
         """Collective. Returns once all ranks are in this meeting; raises OutOfStepError if not all are in `limit_s`.
 
         All ranks do the same, the late ones too: whichever comes first, the last rank or the end of a limit, is final.
@@ -272,8 +231,8 @@ class Group:
         verdict = f"{meeting}/verdict"  # until which no rank goes on
         if all(name == meeting for _, name, *_ in self._last_calls(store)):
             store.compare_set(verdict, "", "all are here")
-        elif not _until(lambda: store.check([verdict]), self.limit_s):
-            late = f"no call for {self.limit_s:g} s"
+        elif not _until(lambda: store.check([verdict]), limit_s, name_late):
+            late = f"no call for {limit_s:g} s"
             last = self._last_calls(store)
             where = [
                 (call, line) if name == meeting else (late, f"last in {call} ({line})") for _, name, call, line in last
@@ -286,10 +245,10 @@ class Group:
         if self.rank == 0:  # all have been in the meeting before this one
             store.delete_key(f"tkernels/{self.name}/meeting {self._number - 1}/verdict")
 
-    def _name_late(self, store: dist.Store, number: int, where: str):
+    def _name_late(self, store: dist.Store | None, number: int, where: str):
         late = []
         with contextlib.suppress(RuntimeError):
-            for rank, (met, _, call, line) in enumerate(self._last_calls(store)):
+            for rank, (met, _, call, line) in enumerate(self._last_calls(store) if store is not None else ()):
                 if met < number:
                     late.append(f"rank {rank}, which was last in {call} ({line})")
         if late:
@@ -436,12 +395,19 @@ def _store() -> dist.Store | None:
         return dist.distributed_c10d._get_default_store()
 
 
-def _until(condition, limit_s: float) -> bool:
-    """Whether the condition comes true within the limit. A store's own wait would keep other threads out of it."""
-    limit, pause = time.monotonic() + limit_s, 2e-4
+def _until(condition, limit_s: float, name_late=None) -> bool:
+    """Whether the condition comes true within the limit. A store's own wait would keep other threads out of it.
+
+    name_late: called after PATIENCE_S.
+    """
+    began, pause = time.monotonic(), 2e-4
     while not condition():
-        if time.monotonic() > limit:
+        waited = time.monotonic() - began
+        if waited > limit_s:
             return False
+        if name_late is not None and waited > PATIENCE_S:
+            name_late()
+            name_late = None
         time.sleep(pause)
         pause = min(2 * pause, 1e-2)
     return True

@@ -422,18 +422,14 @@ def _gathered(ctx: Context, step: str, parameters: dict[str, torch.Tensor]) -> d
     grads = {name: gradient_of(parameter) for name, parameter in parameters.items()}
     grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
     dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided and grad.numel()}
-    group, limit_s = ctx.group, ctx.group.limit_s
+    summaries = {name: _summary(grad).tolist() for name, grad in dense.items()}
     try:
-        group.limit_s = ctx.timeout_s
-        with group.during(lambda: (step, {})):
-            return _judgeable(group.gather({name: _summary(grad).tolist() for name, grad in dense.items()}))
+        return _judgeable(ctx.group.gather(summaries, step, ctx.timeout_s))
     except OutOfStepError as error:
         raise TkernelsError(
             f"{error}. Ranks that have parts of the same layers step together; torch.amp.GradScaler skips the step of "
             f"one alone, where torch's ShardedGradScaler(process_group=...) skips that of all"
         ) from error
-    finally:
-        group.limit_s = limit_s
 
 
 def _named(optimizer) -> dict[str, torch.Tensor]:
