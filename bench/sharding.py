@@ -12,8 +12,7 @@ backward, clipping and the update. Each system of ours stands beside torch's of 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
 included, beyond what was there before the system was made (torch's DistributedDataParallel leaves its buckets behind),
-and of ours the symmetric memory that contexts hold, which all of ours share. What NCCL allocates for itself is not
-included.
+and of ours the symmetric memory of its context, which is its own. What NCCL allocates for itself is not included.
 
 Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong arguments.
 """
@@ -40,7 +39,6 @@ import tkernels
 from bench import steps
 from bench.provenance import provenance
 from tkernels.comm.context import Context
-from tkernels.comm.contexts import open_contexts
 from tkernels.layers import OverlappedDDP, ZeroOptimizer, fully_shard
 from tkernels.layers.doors import fsdp2
 from tkernels.timing import agree
@@ -148,9 +146,9 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
     samples, losses, peaks, hosts = {}, {}, {}, {}
     for _ in range(ROUNDS):
         for name, build in SYSTEMS[kind].items():
-            with _alone(ctx):
+            with _alone(ctx) as own:
                 before = torch.cuda.memory_allocated() if ON_GPU else 0
-                trained = Trained(ctx, build)
+                trained = Trained(own, build)
                 for _ in range(WARMUPS):
                     losses[name] = trained.step()
                 losses[name] = losses[name].item()
@@ -164,7 +162,7 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
                     hosts.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
                     loss.item()
                     took.append((time.perf_counter() - began) * 1e6)
-                taken = 0 if name == "torch" else _symmetric_bytes()
+                taken = 0 if name == "torch" else own.heap.held_bytes
                 peak = torch.cuda.max_memory_allocated() - before + taken if ON_GPU else 0
                 peaks[name] = max(peak, peaks.get(name, 0))
                 samples.setdefault(name, []).extend(took)
@@ -188,20 +186,15 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
     return line | {"speedup_over_torch": line["torch_us"] / line["ours_us"]} | provenance(ctx)
 
 
-def _symmetric_bytes() -> int:
-    return sum(each.heap.held_bytes for each in open_contexts())
-
-
 @contextlib.contextmanager
 def _alone(ctx: Context):
-    """What is made inside is gone after it."""
-    yield
-    gc.collect()
+    """A context over the same ranks, for what is made inside, which is gone after it."""
+    with tkernels.init(ctx.group.process_group, transport=ctx.transport) as own:
+        yield own
+        gc.collect()
     if ON_GPU:
-        torch.cuda.synchronize()
         torch.empty(1, device=ctx.device)  # what streams have just let go of is freed by the next allocation
         torch.cuda.empty_cache()
-    ctx.group.barrier()
 
 
 def table(lines: list[dict]) -> Table:
