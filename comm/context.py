@@ -52,9 +52,10 @@ def init(
         torch.distributed. On the nvshmem runtime all ranks of the default group must make the first init of a process,
         each for its own group.
     heap_bytes: the most symmetric memory per rank, for workspaces and `Context.empty`. Default: 256 MiB simulated,
-        2 GiB on GPUs. It is taken when it is needed; an eighth of it, at most 256 MiB, is set aside at once, for calls
-        that first need it while a CUDA graph is captured. On GPUs it comes out of a pool of TKERNELS_POOL_BYTES (8 GiB
-        by default), which the first init of a process allocates and never frees, and which all contexts share.
+        2 GiB on GPUs, or the pool's size if that is less. It is taken when it is needed; an eighth of it, at most 256
+        MiB, is set aside at once, for calls that first need it while a CUDA graph is captured. On GPUs it comes out of
+        a pool of TKERNELS_POOL_BYTES (8 GiB by default), which the first init of a process allocates and never frees,
+        and which all contexts share.
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
     timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. Time that a peer
         spends compiling its kernel counts.
@@ -644,11 +645,13 @@ def _options(transport, timeout_s, num_programs, heap_bytes, compare_calls) -> d
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(f"init: timeout_s={timeout_s} must be positive, and at most {MAX_TIMEOUT_S:g}, or 30 years")
     num_programs = runtime.default_programs() if num_programs is None else num_programs
-    heap_bytes = DEFAULT_HEAP_BYTES[runtime.RUNTIME] if heap_bytes is None else heap_bytes
+    runtime.shares_gpus()  # raises for what is no switch, and the next for what is no size: without a GPU, too
+    pool_bytes = runtime.pool_bytes()
+    if heap_bytes is None:
+        most = DEFAULT_HEAP_BYTES[runtime.RUNTIME]
+        heap_bytes = most if runtime.RUNTIME == "simulated" else min(most, pool_bytes)
     compare_calls = switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls
     check_type("init: compare_calls", compare_calls, numbers.Integral, "True or False")  # 0 and 1 too
-    runtime.shares_gpus()  # raises for what is no switch, and the next for what is no size: without a GPU, too
-    runtime.pool_bytes()
     return {
         "transport": transport,
         "timeout_s": timeout_s,
