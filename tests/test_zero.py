@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from streams import Simulator, subsets
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from transports import gpu_only, message_on_every_rank
@@ -193,7 +194,7 @@ SMALL = 1024  # bytes of a bucket
 )
 def test_zero_optimizer_sums_exactly(ctx, options):
     exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, **options)
-    assert len(exact.zero.state_dict()["masters"]) >= 3
+    assert len(part_of(exact.zero)["masters"]) >= 3
     for step in range(3):
         exact.backward(step)
         exact.step()
@@ -421,8 +422,9 @@ def test_zero_optimizer_parameters_that_were_converted_or_moved_are_refused_by_n
     sgd_steps(ctx, model.to(ctx.device, torch.float32), zero)  # as they were
     model[2].double()
     state, full = copy.deepcopy(zero.state_dict()), zero.full_state_dict()
-    masters = [value.clone() for value in zero.state_dict()["masters"]]
-    for saved in (state["masters"], full["masters"].values()):
+    masters = [value.clone() for value in part_of(zero)["masters"]]
+    [part] = state.values()
+    for saved in (part["masters"], full["masters"].values()):
         [value.add_(1.0) for value in saved]
     uses = (
         lambda: sgd_steps(ctx, model[:2], zero),
@@ -434,7 +436,7 @@ def test_zero_optimizer_parameters_that_were_converted_or_moved_are_refused_by_n
         with pytest.raises(LeaseError, match=r"2\.bias has been converted or moved.* make another") as error:
             use()
         message_on_every_rank(ctx, error.value)
-        assert all(map(torch.equal, zero.state_dict()["masters"], masters))  # nothing has changed
+        assert all(map(torch.equal, part_of(zero)["masters"], masters))  # nothing has changed
     newer = ZeroOptimizer(model.float().parameters(), torch.optim.SGD, lr=0.1, mesh=ctx)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert not any(map(torch.equal, sgd_steps(ctx, model, newer), before))
@@ -626,6 +628,12 @@ def trained(ctx, steps, zero, model, skip=0):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def part_of(zero) -> dict:
+    """What its state dict has of this rank."""
+    [part] = zero.state_dict().values()
+    return part
+
+
 def adam_of(ctx, model, **options):
     return ZeroOptimizer(model.parameters(), torch.optim.AdamW, mesh=ctx, lr=1e-2, **{"bucket_bytes": 4096} | options)
 
@@ -788,9 +796,31 @@ def test_zero_optimizer_another_layout_is_refused(ctx):
         rest.load_state_dict(adam_of(ctx, other).full_state_dict())
     resumed = adam_of(ctx, model)
     state = resumed.state_dict()
-    with pytest.raises(ValueError, match="got a state saved with another rank; save with full.*on rank 1") as error:
+    with pytest.raises(ValueError, match="got no sharded state of rank 1; .*on rank 1") as error:
         resumed.load_state_dict(ctx.group.gather(state)[0])  # one file for all
     message_on_every_rank(ctx, error.value)
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_goes_through_torch_distributed_checkpoint(ctx, tmp_path):
+    model, other = models(ctx)
+    zero, path = adam_of(ctx, model), tmp_path / "asynchronously"
+    trained(ctx, 2, zero, model)
+    saved = {"optimizer": zero.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.async_save(saved, checkpoint_id=path).result()
+    want = trained(ctx, 2, zero, model)
+    for where in (tmp_path, path):
+        state = {"optimizer": zero.state_dict()}
+        dcp.load(state, checkpoint_id=where)
+        zero.load_state_dict(state["optimizer"])
+        assert all(map(torch.equal, trained(ctx, 2, zero, model), want))
+    fresh = adam_of(ctx, other)
+    state = {"optimizer": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match="the states of 0 parameters where those of .* take a step before") as refused:
+        fresh.load_state_dict(state["optimizer"])
+    message_on_every_rank(ctx, refused.value)
 
 
 @pytest.mark.ranks(2)
@@ -905,9 +935,9 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
     assert refused and parameter.grad.tolist() == [1.0] * 8
 
 
-def _spoilt(state, change):
+def _spoilt(state, change, part=None):
     state = copy.deepcopy(state)
-    change(state)
+    change(state if part is None else state[part])
     return state
 
 
@@ -928,13 +958,14 @@ def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anyt
     parameter.sum().backward()
     zero.step()
     kept = parameter.detach().clone()
-    sharded, full = zero.state_dict(), zero.full_state_dict()
+    sharded, full, own = zero.state_dict(), zero.full_state_dict(), f"rank {ctx.rank}"
     wrong = [
         (zero.load_state_dict, None),
         (zero.load_state_dict, {"layout": 3}),
-        (zero.load_state_dict, _spoilt(sharded, lambda state: state.update(masters=[torch.ones(1)]))),
-        (zero.load_state_dict, _spoilt(sharded, lambda state: state.pop("masters"))),
-        (zero.load_state_dict, _spoilt(sharded, lambda state: state.pop("optimizer"))),
+        (zero.load_state_dict, {own: {"layout": 3}}),
+        (zero.load_state_dict, _spoilt(sharded, lambda state: state.update(masters=[torch.ones(1)]), own)),
+        (zero.load_state_dict, _spoilt(sharded, lambda state: state.pop("masters"), own)),
+        (zero.load_state_dict, _spoilt(sharded, lambda state: state.pop("optimizer"), own)),
         (zero.load_full_state_dict, None),
         (zero.load_full_state_dict, {}),
         (zero.load_full_state_dict, _spoilt(full, lambda state: state.pop("state"))),

@@ -120,7 +120,9 @@ class FlatGroup:
         first = layout.parameters[0]
         self.ctx, self.layout, self.wire, self.numel, self.divisor = ctx, layout, wire, layout.numel, divisor
         self.reduce_dtype, masters = reduce_dtype or first.dtype, torch.promote_types(first.dtype, torch.float32)
-        self.flat, self.total = torch.zeros(2, layout.rows[wire.rank], dtype=masters, device=first.device)
+        # Each with a storage of its own, since what is saved of one is its storage.
+        size, options = layout.rows[wire.rank], {"dtype": masters, "device": first.device}
+        self.flat, self.total = torch.zeros(size, **options), torch.zeros(size, **options)
         self.has_total, self.values = False, None
         begin, self.parameters = sum(layout.rows[: wire.rank]), []
         for index, parameter in enumerate(layout.parameters):

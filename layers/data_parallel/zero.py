@@ -406,15 +406,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """This rank's part of the state, for the same ranks and layout. `full_state_dict` is for any.
 
+        All of it is under a key of this rank, so that torch.distributed.checkpoint takes no two ranks' parts for one.
         As in torch's optimizers, its tensors are those in use: copy.deepcopy it to be able to go back to it after more
         steps.
         """
-        return {
+        part = {
             "layout": self._layout,
             "optimizer": self.optimizer.state_dict(),
+            "num_states": len(self.optimizer.state),
             "masters": [bucket.flat for bucket in self._buckets],
             "loss_scale": (self.loss_scale, self._steps_at_scale),
         }
+        return {self._part: part}
+
+    @property
+    def _part(self) -> str:
+        return f"rank {self.ctx.group.global_ranks[self.ctx.rank]}"
 
     @torch.no_grad()
     def load_state_dict(self, state: dict):
@@ -424,25 +431,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         another layout or rank.
         """
         with self.ctx.group.checking():
-            layout = state.get("layout") if isinstance(state, Mapping) else None
+            part = state.get(self._part) if isinstance(state, Mapping) else None
+            layout = part.get("layout") if isinstance(part, Mapping) else None
             if not isinstance(layout, Mapping):
-                raise ValueError("load_state_dict: got no sharded state; a full one goes to load_full_state_dict")
+                raise ValueError(
+                    f"load_state_dict: got no sharded state of {self._part}; each rank loads what it has saved, on as "
+                    f"many ranks, and a full state goes to load_full_state_dict"
+                )
             if differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
                 raise ValueError(
                     f"load_state_dict: got a state saved with another {', '.join(differ)}; save with full_state_dict, "
                     f"which any number of ranks and any layout can load"
                 )
-            if _shapes(state.get("masters")) != [bucket.flat.shape for bucket in self._buckets]:
+            if _shapes(part.get("masters")) != [bucket.flat.shape for bucket in self._buckets]:
                 raise ValueError("load_state_dict: got masters of other shapes, in a state that was changed since")
-            if _group_sizes(state.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
+            if _group_sizes(part.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
                 raise ValueError("load_state_dict: got a state of the wrapped optimizer that has other param groups")
+            if (found := len(part["optimizer"]["state"])) != part.get("num_states"):
+                raise ValueError(
+                    f"load_state_dict: got the states of {found} parameters where those of {part.get('num_states')} "
+                    f"were saved: torch.distributed.checkpoint loads what is there already, so take a step before, or "
+                    f"save with torch.save, a file a rank"
+                )
         self._engine.check()
         self._engine.end()
-        self.optimizer.load_state_dict(state["optimizer"])
-        for bucket, master in zip(self._buckets, state["masters"], strict=True):
+        self.optimizer.load_state_dict(part["optimizer"])
+        for bucket, master in zip(self._buckets, part["masters"], strict=True):
             bucket.flat.copy_(master)
-        if self._dynamic and state["loss_scale"][0] is not None:
-            self.loss_scale, self._steps_at_scale = state["loss_scale"]
+        if self._dynamic and part["loss_scale"][0] is not None:
+            self.loss_scale, self._steps_at_scale = part["loss_scale"]
         self._publish()
 
     def full_state_dict(self) -> dict:
