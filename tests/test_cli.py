@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tkernels import __version__, cli
+from tkernels import __version__, cli, demo
+from tkernels.demo import report
 from tkernels.launch import RankError
 
 COMMAND = [sys.executable, "-m", "tkernels.cli"]
@@ -129,6 +130,16 @@ def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, cap
     assert said in err
     command = arguments.partition(" ")[0] if " " in arguments else ""
     assert err.count("\n") == 1 and err.endswith(f"; {f'tkernels {command}'.strip()} --help shows what it takes\n")
+
+
+def test_demo_without_matplotlib_draws_no_picture_and_refuses_one_that_is_asked_for(monkeypatch, capsys):
+    missing = lambda name: None  # noqa: E731
+    monkeypatch.setattr(demo, "find_spec", missing)
+    monkeypatch.setattr(report, "find_spec", missing)
+    assert cli._parser().parse_args(["demo"]).plot is None
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--plot", "losses.png"])
+    assert 'pip install "tkernels[demo]" brings matplotlib' in capsys.readouterr().err
 
 
 def fail(options):

@@ -75,8 +75,8 @@ def test_wheel_offers_the_command_and_the_pytest_plugin(wheel):
     assert lines[lines.index("[pytest11]") + 1] == "tkernels = tkernels.testing.plugin"
 
 
-def test_base_install_asks_for_no_cuda_package(wheel):
+def test_base_install_asks_for_no_package_of_cuda_and_for_none_that_draws(wheel):
     required = Parser().parsestr(metadata(wheel, "METADATA")).get_all("Requires-Dist")
     base = {line for line in required if "extra ==" not in line}
     assert {"torch<2.14,>=2.11", "triton>=3.6", "numpy>=1.26"} <= base
-    assert not [line for line in base if line.startswith(("nv", "cu"))]
+    assert not [line for line in base if line.startswith(("nv", "cu", "matplotlib"))]

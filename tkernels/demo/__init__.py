@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from importlib.util import find_spec
 
 from tkernels.cli import console_of, count, file_to_write, write_json
 
@@ -28,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser):
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of weights and batches; default: 0")
     parser.add_argument(
-        "--plot", type=file_to_write, metavar="PATH", default="tkernels-demo.png",
-        help="where the picture of the loss curves goes, in the format of its ending; default: tkernels-demo.png",
+        "--plot", type=file_to_write, metavar="PATH", default="tkernels-demo.png" if find_spec("matplotlib") else None,
+        help="where the picture of the loss curves goes, in the format of its ending; default: tkernels-demo.png, or "
+        "none without matplotlib",
     )  # fmt: skip
     parser.add_argument("--no-plot", action="store_const", const=None, dest="plot", help="draw no picture")
 
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 def run(arguments: argparse.Namespace) -> int:
     """Train, compare, report. Returns the exit code: 0, or 1 if the sharded and the unsharded model disagree.
 
-    Raises argparse.ArgumentError for a picture in a format that cannot be drawn, and for FP8 where no layer is split.
+    Raises argparse.ArgumentError for a picture that cannot be drawn, and for FP8 where no layer is split.
     """
     from rich.progress import Progress
 

@@ -1,6 +1,7 @@
 """Shows the demo's result: on the terminal, and as a picture."""
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -9,6 +10,7 @@ from rich.text import Text
 from tkernels.cli import print_facts, print_table
 
 NAMES = 9  # width of what is at the left of facts
+INSTALL = 'pip install "tkernels[demo]" brings matplotlib'
 HEADINGS = f"{'step':>6}  {'sharded':>10}  {'unsharded':>10}  {'difference':>10}  {'allowed':>8}  {'seconds':>7}"
 
 
@@ -44,7 +46,8 @@ def print_result(console, steps, gradient, operations, problem, plot, seconds, *
             rows.append((row.operation, f"{row.calls}", decimal(row.sent_bytes), took))
         print_table(console, ("operation", *numbers), rows, right=numbers)
     within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
-    facts = {"gradients": within, "picture": plot, "time": f"{seconds:.0f} s"}
+    picture = plot or (None if find_spec("matplotlib") else f"none, {INSTALL}")
+    facts = {"gradients": within, "picture": picture, "time": f"{seconds:.0f} s"}
     print_facts(console, ((name, fact) for name, fact in facts.items() if fact), NAMES)
     verdict = f"sharded and unsharded losses DISAGREE: {problem}"
     if not problem:
@@ -56,6 +59,8 @@ def print_result(console, steps, gradient, operations, problem, plot, seconds, *
 
 def check_picture(path: Path):
     """Raise argparse.ArgumentError unless the path ends with a format that `draw` can write."""
+    if not find_spec("matplotlib"):
+        raise argparse.ArgumentError(None, f"--plot {path}: {INSTALL}, which draws pictures")
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = FigureCanvasBase.get_supported_filetypes()
