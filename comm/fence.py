@@ -105,6 +105,11 @@ _ACROSS = {
 }
 
 
+def current_stream(dev):
+    """The current stream of `dev`. torch.cuda takes several us to find out which device that is of (torch 2.11)."""
+    return dev.current_stream(dev.current_device()) if dev is torch.cuda else dev.current_stream()
+
+
 def capturing(dev) -> bool:
     """Whether the current stream of `dev` is being captured into a CUDA graph."""
     return dev is not torch.cpu and getattr(dev, "is_current_stream_capturing", bool)()

@@ -21,12 +21,10 @@ memory more.
 """
 
 import contextlib
-import functools
 import math
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +32,7 @@ import torch
 
 from tkernels.comm.arguments import check_tensors, check_type
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import EventCompletion, capturing
+from tkernels.comm.fence import EventCompletion, capturing, current_stream
 from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
@@ -69,20 +67,50 @@ def grad_ready_hooks(param) -> "GradReadyHooks | None":
     return owner_of(param, GradReadyHooks)
 
 
-def called_last(param, handle) -> tuple:
+def called_last(param, handle, before: Callable | None = None) -> tuple:
     """The handles that keep a hook, of register_post_accumulate_grad_hook, behind those that are registered after it.
 
-    Others' hooks are to see the gradient before it is taken, as under torch's DDP.
+    Others' hooks are to see the gradient before it is taken, as under torch's DDP. before: called with the parameter
+    ahead of them all, and of autograd's sum.
     """
     this, number = weakref.ref(param), handle.id
 
     @torch._disable_dynamo
-    def move(_):  # before autograd adds a gradient
-        hooks = this()._post_accumulate_grad_hooks
+    def move(_):
+        param = this()
+        hooks = param._post_accumulate_grad_hooks
         if number in hooks and next(reversed(hooks)) != number:
             hooks[number] = hooks.pop(number)
+        if before is not None:
+            before(param)
 
     return handle, param.register_hook(move)
+
+
+class _Gradient:
+    """What is known of the gradient of a parameter.
+
+    expected: how often it was produced in a pass that has ended, at most. by_kernel: whether a kernel has ever reported
+    it. deferred: how many are to come after backward. And of this pass:
+    count: how often it was produced. blank: whether `main_grad` is anything, and counts as zero. written: whether it
+    has been added to, or is about to be. announced: whether a kernel has reported it, and no hook has fired since.
+    """
+
+    __slots__ = "param", "bucket", "name", "expected", "by_kernel", "deferred", "count", "blank", "written", "announced"
+
+    def __init__(self, param, bucket, name):
+        self.param, self.bucket, self.name = param, bucket, name
+        self.expected, self.by_kernel, self.deferred = 0, False, 0
+
+    def begin_pass(self):
+        self.count, self.blank, self.written, self.announced = 0, False, False, False
+        if getattr(self.param, _ADDED, False):  # set by a deferred kernel, and no hook has fired since
+            setattr(self.param, _ADDED, False)
+
+    @property
+    def complete(self) -> int:
+        """How often it is to be produced: also where there was none so far, for it may have one in this pass."""
+        return max(1, self.expected)
 
 
 class GradReadyHooks:
@@ -119,28 +147,25 @@ class GradReadyHooks:
                     f"GradReadyHooks: params[{index}] has no main_grad; set it, in the shape of the parameter, before"
                 )
         self._passes = (lambda: None) if passes is None else weakref.ref(passes)
-        self._bucket_of = dict(zip(self._params, buckets, strict=True))
-        self._names = names or [f"parameter {index}" for index in range(len(self._params))]
-        self._names = dict(zip(self._params, self._names, strict=True))
-        self._expected = None  # gradients produced per parameter in a pass; None until the first has ended
-        self._reported = set()  # parameters whose gradients kernels have ever reported
+        names = names or [f"parameter {index}" for index in range(len(self._params))]
+        gradients = map(_Gradient, self._params, buckets, names)
+        self._gradients = {gradient.param: gradient for gradient in gradients}
+        self._of = {}  # by bucket
+        for gradient in self._gradients.values():
+            self._of.setdefault(gradient.bucket, []).append(gradient)
+        self._learned = False  # whether a pass has ended, by which one knows what to expect
         self._warned = False
-        self._deferred = Counter()  # gradients that are to come after backward
         self._lock = threading.RLock()
         self.counting = True
         self.reset()
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
-        take, enter = weakly(self._take), weakly(self._enter_backward)
+        take, enter = weakly(self._take), None if passes is None else weakly(passes.enter_backward)
         self._handles = [
             handle
             for param in self._params
-            for handle in called_last(param, param.register_post_accumulate_grad_hook(take))
+            for handle in called_last(param, param.register_post_accumulate_grad_hook(take), enter)
         ]
-        if passes is not None:
-            self._handles += [
-                param.register_hook(functools.partial(enter, weakref.ref(param))) for param in self._params
-            ]
         weakref.finalize(self, _take_off, self._handles).atexit = False  # whoever comes next finds none of them
 
     def remove(self):
@@ -151,12 +176,12 @@ class GradReadyHooks:
     @property
     def expected(self) -> dict[str, int] | None:
         """How often each gradient is produced in a pass, by name; None until the first pass has ended."""
-        return None if self._expected is None else {self._names[param]: n for param, n in self._expected.items()}
+        return {each.name: each.expected for each in self._gradients.values()} if self._learned else None
 
     @property
     def taken(self) -> set:
         """The parameters whose gradients hooks alone have brought, in the passes that have ended."""
-        return {param for param, n in (self._expected or {}).items() if n and param not in self._reported}
+        return {each.param for each in self._gradients.values() if each.expected and not each.by_kernel}
 
     @contextlib.contextmanager
     def writing(self, param, stream=None):
@@ -164,14 +189,14 @@ class GradReadyHooks:
 
         The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
-        self._begin_report(param, written=False)
-        lease, again = self._lease(param)
-        if self._is_blank(param):
-            self._zero(param, lease, stream)
+        gradient = self._begin_report(param, written=False)
+        lease, again = self._lease(gradient)
+        if gradient.blank:
+            self._zero(gradient, lease, stream)
         with lease.write(stream, ordered=again):
             yield param.main_grad
-        self._count(param, by_hook=False)
-        self._arrived(param)
+        self._count(gradient, by_hook=False)
+        self._arrived(gradient)
 
     def produced(self, param, stream=None):
         """Report that a kernel that adds to `param.main_grad` was launched on `stream` (None: the current one).
@@ -179,38 +204,38 @@ class GradReadyHooks:
         Call it where the kernel is launched: it covers all work launched on the stream so far. The caller must have
         ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
-        self._begin_report(param, written=True)
-        if self._is_blank(param):
+        gradient = self._begin_report(param, written=True)
+        if gradient.blank:
             raise LeaseError(
-                f"{self._names[param]}: a kernel has added to its main_grad, which earlier passes had filled by hooks "
+                f"{gradient.name}: a kernel has added to its main_grad, which earlier passes had filled by hooks "
                 f"alone, so that it began with the last gradient; launch the kernel inside of "
                 f"grad_ready_hooks(param).writing(param), or begin the pass by the wrapper's zero_grad()"
             )
-        lease, _ = self._lease(param)
-        stream = lease.dev.current_stream() if stream is None else stream
+        lease, _ = self._lease(gradient)
+        stream = current_stream(lease.dev) if stream is None else stream
         lease.written_by(EventCompletion(stream, capturing(lease.dev)))
-        self._count(param, by_hook=False)
-        self._arrived(param)
+        self._count(gradient, by_hook=False)
+        self._arrived(gradient)
 
     def defer(self, param):
         """Announce, during backward, a gradient that `writing` or `produced` will report after it: the pass waits."""
-        self._begin_report(param, written=False)
-        self._deferred[param] += 1
+        self._begin_report(param, written=False).deferred += 1
 
     @property
     def waiting(self) -> bool:
         """Whether a gradient that was deferred has yet to come."""
-        return self._deferred.total() > 0
+        return any(gradient.deferred for gradient in self._gradients.values())
 
     def forget_deferred(self):
         """Wait for no gradient that was deferred."""
-        self._deferred.clear()
+        for gradient in self._gradients.values():
+            gradient.deferred = 0
 
     @property
     def stale_mark(self) -> str | None:
         """The name of a parameter that is marked as added to, although nobody has reported it. None: there is none."""
-        marked = (param for param in self._params if getattr(param, _ADDED, False) and param not in self._announced)
-        return next((self._names[param] for param in marked), None)
+        marked = (each for each in self._gradients.values() if getattr(each.param, _ADDED, False))
+        return next((each.name for each in marked if not each.announced), None)
 
     def flush(self):
         """End the pass: report the remaining buckets, and learn from this pass how many gradients to expect."""
@@ -226,135 +251,126 @@ class GradReadyHooks:
         blank: parameters, of `taken`, whose `main_grad` is anything, and counts as zero.
         """
         with self._lock:
-            self._blank = {}  # by bucket
+            for gradient in self._gradients.values():
+                gradient.begin_pass()
             for param in blank:
-                self._blank.setdefault(self._bucket_of[param], set()).add(param)
-            self._unreported = list(dict.fromkeys(self._bucket_of.values()))
-            self._counts = dict.fromkeys(self._params, 0)
-            self._written, self._announced, self._over = set(), set(), False
-            for param in self._params:
-                if getattr(param, _ADDED, False):  # set by a deferred kernel, and no hook has fired since
-                    setattr(param, _ADDED, False)
-            self._incomplete = dict.fromkeys(self._unreported, 0)  # number of parameters that a bucket waits for
-            for bucket in self._bucket_of.values():
-                self._incomplete[bucket] += 1  # also without a gradient so far: it may have one in this pass
+                self._gradients[param].blank = True
+            self._unreported, self._over = list(self._of), False
+            self._incomplete = {bucket: len(gradients) for bucket, gradients in self._of.items()}
 
     def zero_blank(self, stream=None):
         """Zero on `stream` (None: the current one) what has had no gradient in this pass, and was not zero before."""
-        for bucket in list(self._blank):
+        for bucket in self._of:
             self._zero_all(bucket, stream)
 
     def relearn(self):
         """Forget the counts: the next pass counts again, and reports nothing before `flush`."""
-        self._expected = None
+        self._learned = False
+        for gradient in self._gradients.values():
+            gradient.expected = 0
 
     def _take(self, param):
         """The hook. `param.grad` holds autograd's gradient for this parameter, if there is one."""
         grad, param.grad = param.grad, None
+        gradient = self._gradients[param]
         if torch.is_grad_enabled():
             raise LeaseError(
-                f"{self._names[param]}: backward(create_graph=True) makes gradients with a graph of their own, which "
+                f"{gradient.name}: backward(create_graph=True) makes gradients with a graph of their own, which "
                 f"sums over ranks would lose; use torch.autograd.grad for derivatives of gradients"
             )
-        marked, announced = getattr(param, _ADDED, False), param in self._announced
+        marked, announced = getattr(param, _ADDED, False), gradient.announced
         self._begin(written=marked and not announced)
-        self._announced.discard(param)
+        gradient.announced = False
         if marked:
             setattr(param, _ADDED, False)  # and the gradient is a placeholder
             if not announced:  # its kernel is assumed to be on the current stream
                 self.produced(param)
-                self._announced.discard(param)
+                gradient.announced = False
         elif grad is not None:
-            lease, again = self._lease(param)
+            lease, again = self._lease(gradient)
             with lease.write(ordered=again):
-                if not self._is_blank(param):
+                if not gradient.blank:
                     param.main_grad.add_(grad)
                 elif grad.layout is torch.strided:
                     param.main_grad.copy_(grad)
                 else:
                     param.main_grad.zero_().add_(grad)
-                self._blank.get(self._bucket_of[param], set()).discard(param)
-            self._count(param, by_hook=True)
+                gradient.blank = False
+            self._count(gradient, by_hook=True)
 
     def _report(self):
         bucket = self._unreported.pop(0)
         self._zero_all(bucket)
         self._on_ready(bucket)
 
-    def _is_blank(self, param) -> bool:
-        return param in self._blank.get(self._bucket_of[param], ())
-
     def _zero_all(self, bucket, stream=None):
-        for param in self._blank.pop(bucket, ()):
-            self._zero(param, bucket.lease, stream)
+        for gradient in self._of[bucket]:
+            if gradient.blank:
+                self._zero(gradient, bucket.lease, stream)
 
-    def _zero(self, param, lease, stream=None):
-        self._blank.get(self._bucket_of[param], set()).discard(param)
-        with lease.dev.stream(lease.dev.current_stream() if stream is None else stream), lease.write(stream):
-            param.main_grad.zero_()
+    def _zero(self, gradient: _Gradient, lease, stream=None):
+        gradient.blank = False
+        with lease.dev.stream(current_stream(lease.dev) if stream is None else stream), lease.write(stream):
+            gradient.param.main_grad.zero_()
 
-    def _arrived(self, param):
-        if self._deferred[param]:
-            self._deferred[param] -= 1
+    def _arrived(self, gradient: _Gradient):
+        if gradient.deferred:
+            gradient.deferred -= 1
             if not self.waiting and (passes := self._passes()) is not None:
                 passes.end_deferred()
-
-    def _enter_backward(self, param: weakref.ref, _):
-        if (passes := self._passes()) is not None:
-            passes.enter_backward(param())
 
     def _begin(self, written):
         if (passes := self._passes()) is not None:
             passes.begin(written)
 
-    def _begin_report(self, param, written):
-        if not isinstance(param, torch.Tensor) or param not in self._bucket_of:
+    def _begin_report(self, param, written) -> _Gradient:
+        if not isinstance(param, torch.Tensor) or param not in self._gradients:
             raise ValueError(
                 "GradReadyHooks: a gradient was reported for what is none of its parameters; ask "
                 "grad_ready_hooks(param) for the hooks of a parameter"
             )
         self._begin(written)
-        self._reported.add(param)
+        self._gradients[param].by_kernel = True
+        return self._gradients[param]
 
-    def _lease(self, param):
+    def _lease(self, gradient: _Gradient):
         """Called where a gradient is written: its bucket's lease, and whether the pass has had one of the parameter."""
-        bucket = self._bucket_of[param]
-        if bucket in self._unreported:
-            lease, again = bucket.lease, param in self._written
-            self._written.add(param)
+        if gradient.bucket in self._unreported:
+            lease, again = gradient.bucket.lease, gradient.written
+            gradient.written = True
             return lease, again
-        name, expected = self._names[param], (self._expected or {}).get(param, 0)
         if self._over:
             raise LeaseError(
-                f"{name}: a gradient was produced after the end of the pass, when its bucket had been handed on; a "
-                f"layer whose kernel comes after backward announces it there, by grad_ready_hooks(param).defer(param)"
+                f"{gradient.name}: a gradient was produced after the end of the pass, when its bucket had been handed "
+                f"on; a layer whose kernel comes after backward announces it there, by "
+                f"grad_ready_hooks(param).defer(param)"
             )
         raise LeaseError(
-            f"{name}: a gradient was produced after its bucket had been handed on; {expected} were expected, as in "
-            f"earlier passes. Accumulate inside of no_sync(), all backwards but the last; after one that has failed "
-            f"begin by the wrapper's zero_grad(); call relearn() before a pass whose graph is new, or don't overlap if "
-            f"it often is"
+            f"{gradient.name}: a gradient was produced after its bucket had been handed on; {gradient.expected} were "
+            f"expected, as in earlier passes. Accumulate inside of no_sync(), all backwards but the last; after one "
+            f"that has failed begin by the wrapper's zero_grad(); call relearn() before a pass whose graph is new, or "
+            f"don't overlap if it often is"
         )
 
-    def _count(self, param, by_hook):
+    def _count(self, gradient: _Gradient, by_hook):
         with self._lock:
             if not by_hook:
-                self._announced.add(param)
+                gradient.announced = True
             if not self.counting:
                 return
-            self._counts[param] += 1
-            if self._expected is None:
+            gradient.count += 1
+            if not self._learned:
                 return
-            if self._counts[param] == max(1, self._expected[param]):
-                self._incomplete[self._bucket_of[param]] -= 1
+            if gradient.count == gradient.complete:
+                self._incomplete[gradient.bucket] -= 1
             while self._unreported and not self._incomplete[self._unreported[0]]:
                 self._report()
 
     def _learn(self):
-        if not any(self._counts.values()):
+        gradients = self._gradients.values()
+        if not any(gradient.count for gradient in gradients):
             return
-        expected = self._expected or {}
-        missing = [self._names[param] for param, n in expected.items() if self._counts[param] < max(1, n)]
+        missing = [gradient.name for gradient in gradients if self._learned and gradient.count < gradient.complete]
         if missing and not self._warned:
             self._warned = True
             warnings.warn(
@@ -363,7 +379,9 @@ class GradReadyHooks:
                 f"never has one, before it is wrapped; if there are fewer for good, call relearn()",
                 stacklevel=3,
             )
-        self._expected = {param: max(count, expected.get(param, 0)) for param, count in self._counts.items()}
+        self._learned = True
+        for gradient in gradients:
+            gradient.expected = max(gradient.count, gradient.expected)
 
 
 def _take_off(handles: list):

@@ -35,7 +35,7 @@ import torch
 
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import Completion, Fence, capturing, check_dev, check_stream
+from tkernels.comm.fence import Completion, Fence, capturing, check_dev, check_stream, current_stream
 
 
 class WorkCompletion:
@@ -88,7 +88,7 @@ class Lease:
         check_dev(self.name, dev)
         self.tensor = None if tensor is None else tensor.detach()
         self._num_bytes = None if tensor is None else tensor.untyped_storage().nbytes()
-        self.home = dev.current_stream() if home is None else home
+        self.home = current_stream(dev) if home is None else home
         check_stream(f"{self.name}: home", self.home)
         self.gate = Fence(dev) if gate is None else gate
         self.filled, self.used = Fence(dev), Fence(dev)
@@ -225,8 +225,9 @@ class _Block:
     def __enter__(self):
         lease = self._lease
         if self._stream is None:
-            self._stream = lease.dev.current_stream()
-        check_stream(f"{lease.name}: stream", self._stream)
+            self._stream = current_stream(lease.dev)
+        else:
+            check_stream(f"{lease.name}: stream", self._stream)
         with lease._lock:
             self._begin(lease, self._stream, self._ordered)
         return lease.tensor
@@ -249,7 +250,7 @@ class Slot:
         self.dev = dev if dev is not None else _device_module(tensor, self.name)
         check_dev(self.name, self.dev)
         self.tensor = None if tensor is None else tensor.detach()
-        self.home = self.dev.current_stream()
+        self.home = current_stream(self.dev)
         self.lease: Lease | None = None
         self._first_gate = Fence(self.dev)
         self._lock = threading.RLock()
@@ -276,7 +277,7 @@ class Slot:
 
     def join(self, stream=None):
         """Order `stream` (None: the current one) after all work of the last tenancy, and clear the gate."""
-        stream = self.dev.current_stream() if stream is None else stream
+        stream = current_stream(self.dev) if stream is None else stream
         check_stream(f"{self.name}: stream", stream)
         with self._lock:
             self._require_released("joined")

@@ -37,11 +37,11 @@ class _Instead(NamedTuple):
 
 def weakly(method):
     """A bound method as a hook that doesn't keep its object alive: it does nothing once that is gone."""
-    reference = weakref.WeakMethod(method)
+    this, function = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments):
-        if (method := reference()) is not None:
-            method(*arguments)
+        if (owner := this()) is not None:
+            function(owner, *arguments)
 
     return call
 

@@ -1414,7 +1414,7 @@ class OnlyMarked(torch.autograd.Function):
 
 
 def produced_on_the_default_stream(hooks, param):
-    produced(hooks, param, hooks._bucket_of[param].dev.default_stream())
+    produced(hooks, param, hooks._gradients[param].bucket.dev.default_stream())
 
 
 produced = GradReadyHooks.produced
@@ -1922,7 +1922,7 @@ def test_overlapped_ddp_a_capture_that_fails_leaves_nothing_begun(monkeypatch):
         simulated.step()
         ddp.finish_grad_sync()
         1 / 0  # noqa: B018
-    assert not ddp.hooks._written
+    assert not any(gradient.written for gradient in ddp.hooks._gradients.values())
     with sim:
         ensure_params_ready([simulated.a.weight])  # there was no update
 

@@ -26,8 +26,13 @@ class Backward:
     """
 
     def __init__(self, end):
-        self._end, self.begun = weakly(end), False
+        self._end, self.begun, self._id = weakly(end), False, -1
         self._callback = lambda: None  # weak reference to what ends the backward, which only autograd holds
+
+    @property
+    def runs(self) -> bool:
+        """Whether the caller is inside of it, and not of one inside of it."""
+        return self.begun and self._id == backward_id()
 
     @property
     def failed(self) -> bool:
@@ -44,7 +49,7 @@ class Backward:
             return False
         callback = functools.partial(self._ended)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._callback, self.begun = weakref.ref(callback), True
+        self._callback, self.begun, self._id = weakref.ref(callback), True, backward_id()
         return True
 
     def forget(self):

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from tkernels.comm.arguments import check_flags, check_streams, check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import capturing
+from tkernels.comm.fence import capturing, current_stream
 from tkernels.comm.group import checksum, listed
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
 from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
@@ -293,7 +293,7 @@ class OverlappedDDP(nn.Module):
         """
         check_streams("finish_grad_sync", self.dev, None, stream=stream)
         self.start_grad_sync()
-        self._finish(self.dev.current_stream() if stream is None else stream)
+        self._finish(current_stream(self.dev) if stream is None else stream)
 
     @torch._disable_dynamo
     def start_param_sync(self):
@@ -445,7 +445,6 @@ class OverlappedDDP(nn.Module):
 
     # Backward
 
-    @torch._disable_dynamo  # as of the end: what counts writes counts otherwise in a trace of a step
     def enter_backward(self, parameter: nn.Parameter | None = None):
         """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says.
 
@@ -453,6 +452,13 @@ class OverlappedDDP(nn.Module):
         """
         if self.removed:
             return
+        if not self._backward.runs:
+            self._enter_backward()
+        if parameter is not None and parameter.grad is not None:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+
+    @torch._disable_dynamo  # as of the end: what counts writes counts otherwise in a trace of a step
+    def _enter_backward(self):
         if self._backward.failed:
             self._put_back()
             if self._state is State.OPEN:
@@ -460,13 +466,11 @@ class OverlappedDDP(nn.Module):
             self._state = State.DELIVERED
         if self._backward.begin() and self._state is State.DELIVERED:
             self._prepare()
-        if parameter is not None and parameter.grad is not None:
-            self._aside[parameter], parameter.grad = parameter.grad, None
 
     def begin(self, written: bool):
         """Called before a gradient is taken. written: a kernel has added to `main_grad` already."""
-        if not backward_runs():
-            return  # after backward
+        if self._state is State.OPEN and self._backward.runs or not backward_runs():
+            return  # begun, or after backward
         early = self._state is not State.PREPARED
         self.enter_backward()
         if self._state is not State.OPEN:
@@ -508,7 +512,7 @@ class OverlappedDDP(nn.Module):
         if self._state is not State.OPEN:
             self._state = State.DELIVERED
             return
-        self._stream = self.dev.current_stream()
+        self._stream = current_stream(self.dev)
         self._due |= self._sync
         if not self.hooks.waiting:
             self._end_pass()
@@ -622,7 +626,7 @@ class OverlappedDDP(nn.Module):
                     )
                 if bucket.dropped:
                     bucket.prepare()
-                    bucket.finish(self.dev.current_stream())
+                    bucket.finish(current_stream(self.dev))
 
     def check_place(self, parameter: nn.Parameter, now: torch.Tensor):
         """Raises LeaseError if `now`, which a parameter has become, is not where its bucket has it."""
@@ -731,7 +735,7 @@ def changing_main_grads(params):
     for ddp in wrappers:
         for bucket in ddp.buckets:
             bucket.follow()
-            bucket.finish(ddp.dev.current_stream())
+            bucket.finish(current_stream(ddp.dev))
 
 
 _wrappers = weakref.WeakValueDictionary()  # all that may own an optimizer's parameters, in their order on all ranks

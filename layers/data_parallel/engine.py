@@ -49,6 +49,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from tkernels.comm import LeaseError
+from tkernels.comm.fence import current_stream
 from tkernels.layers.data_parallel.backward import Backward, backward_id, backward_runs
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup
 from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
@@ -206,6 +207,8 @@ class Engine:
 
     def begin_backward(self, _=None):
         """Called before each backward of a unit, and of the root's outputs."""
+        if self._backward.runs:
+            return
         if self._backward.failed:
             if self.root.resident:  # what it has left would be added to
                 raise LeaseError("a backward has failed before this one; call zero_grad() after a failure")
@@ -356,7 +359,7 @@ class Engine:
     # Communication
 
     def _on_comm(self):
-        return self.dev.current_stream() if self.comm_stream is None else self.comm_stream
+        return current_stream(self.dev) if self.comm_stream is None else self.comm_stream
 
     @torch.no_grad()
     def gather(self, group: ParamGroup) -> Lease:
@@ -377,7 +380,7 @@ class Engine:
     @torch.no_grad()
     def reduce(self, group: ParamGroup, parameters: list[Parameter]):
         """Reduce the gradients of some of a group's parameters, with zeros for those that have none."""
-        current, comm = self.dev.current_stream(), self._on_comm()
+        current, comm = current_stream(self.dev), self._on_comm()
         self._reduced = self._reduced or self.is_last_backward
         layout, elsewhere = group.layout_of(parameters), []
         self._sent.drain(keep=sum(self._sendings))  # the oldest buffer's stream waits until it is free
@@ -673,7 +676,7 @@ class Unit:
             self.engine.reduce_again()
         self.begun = True
         self.missing.discard(parameter)
-        parameter.producer = self.engine.dev.current_stream()
+        parameter.producer = current_stream(self.engine.dev)
         if not self.reduces:
             parameter.widen_gradient()
         if not self.missing:

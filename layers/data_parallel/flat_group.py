@@ -143,9 +143,11 @@ class FlatGroup:
 
         hook: a bound method.
         """
-        unmark = (torch._disable_dynamo(weakly(piece.unmark)) for piece in self.parameters)
-        unmarked = [piece.whole.register_hook(hook) for piece, hook in zip(self.parameters, unmark, strict=True)]
-        return unmarked + [h for piece in self.parameters for h in called_last(piece.whole, piece.watch(hook))]
+        return [
+            handle
+            for piece in self.parameters
+            for handle in called_last(piece.whole, piece.watch(hook), weakly(piece.unmark))
+        ]
 
     def settle(self, hook) -> bool:
         """Raises LeaseError if parameters no longer lie in the gathered buffer."""

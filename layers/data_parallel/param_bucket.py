@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tkernels.comm.errors import LeaseError
+from tkernels.comm.fence import current_stream
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.values import Buffer, Values
@@ -357,7 +358,7 @@ class UpdatedValues(Values):
         stepped: an optimizer has, which torch need not have counted as a write.
         """
         where = None if stepped or not self.unwritten else NO_STEP
-        self.begin_update(self.dev.current_stream())
+        self.begin_update(current_stream(self.dev))
         if where is None:
             self.outdate()
         for stream in self._updaters:

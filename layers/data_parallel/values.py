@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tkernels.comm.fence import EventCompletion, capturing
+from tkernels.comm.fence import EventCompletion, capturing, current_stream
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.lease import Lease, Slot
@@ -86,7 +86,7 @@ class Values:
 
     def ready(self):
         """Order the current stream behind the gather."""
-        self.buffer.read(self.dev.current_stream())
+        self.buffer.read(current_stream(self.dev))
 
     def replace(self, part: torch.Tensor | None = None, rows: tuple[int, ...] | None = None):
         """Collective. Gather new values, behind the work of this stream. part: of this rank, if it lies elsewhere.
@@ -103,7 +103,7 @@ class Values:
 
     def _gather(self, part=None, rows=None, where=None):
         self.buffer.end()
-        comm = self.dev.current_stream() if self.comm_stream is None else self.comm_stream
+        comm = current_stream(self.dev) if self.comm_stream is None else self.comm_stream
         with self.dev.stream(comm), self.buffer.lease.write(comm) as whole:
             if part is not None:
                 self.part.copy_(part)
