@@ -1,8 +1,10 @@
 """Detects when the gradients of a bucket are complete: by hooks on parameters, and by reports from fused kernels.
 
-A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is the hook of
-this module, on the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node. That is the
-stream of the forward as long as nothing holds the node. Nothing here does, so every forward makes a new one. A fused or
+A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is after the hook
+of this module, on the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node. That is the
+stream of the forward as long as nothing holds the node. Nothing here does, so every forward makes a new one. Small
+gradients of one stream are held until there are HELD_BYTES of them, or the bucket is complete, and are added by one
+kernel: on a GPU one kernel and one event for each takes the host several times as long as its backward. A fused or
 deferred kernel is launched elsewhere: before the hook, after it, or without one. It reports the gradient itself:
 `with hooks.writing(param, stream)` around the launch, or `hooks.produced(param, stream)` after it. For such a gradient
 the time at which the hook fires carries no information. A layer that only sets `param.grad_added_to_main_grad` is
@@ -26,6 +28,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,6 +38,7 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing, current_stream
 from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
+HELD_BYTES = 4 << 20  # of gradients of a bucket that wait to be added to its buffer together
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
 
 
@@ -113,6 +117,15 @@ class _Gradient:
         return max(1, self.expected)
 
 
+@dataclass(slots=True)
+class _Held:
+    """Gradients of a bucket that autograd has produced on a stream, to be added to its buffer there."""
+
+    stream: object
+    gradients: list[tuple[_Gradient, torch.Tensor]] = field(default_factory=list)
+    num_bytes: int = 0
+
+
 class GradReadyHooks:
     """Adds each gradient to `param.main_grad`, and reports each bucket once per pass, when it is complete.
 
@@ -160,7 +173,8 @@ class GradReadyHooks:
         self.reset()
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
-        take, enter = weakly(self._take), None if passes is None else weakly(passes.enter_backward)
+        take = torch._disable_dynamo(weakly(self._take))
+        enter = None if passes is None else weakly(passes.enter_backward)
         self._handles = [
             handle
             for param in self._params
@@ -190,6 +204,7 @@ class GradReadyHooks:
         The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
         gradient = self._begin_report(param, written=False)
+        self._place(gradient.bucket)
         lease, again = self._lease(gradient)
         if gradient.blank:
             self._zero(gradient, lease, stream)
@@ -256,11 +271,13 @@ class GradReadyHooks:
             for param in blank:
                 self._gradients[param].blank = True
             self._unreported, self._over = list(self._of), False
+            self._held = {}  # by bucket
             self._incomplete = {bucket: len(gradients) for bucket, gradients in self._of.items()}
 
     def zero_blank(self, stream=None):
         """Zero on `stream` (None: the current one) what has had no gradient in this pass, and was not zero before."""
         for bucket in self._of:
+            self._place(bucket)
             self._zero_all(bucket, stream)
 
     def relearn(self):
@@ -287,19 +304,47 @@ class GradReadyHooks:
                 self.produced(param)
                 gradient.announced = False
         elif grad is not None:
-            lease, again = self._lease(gradient)
-            with lease.write(ordered=again):
-                if not gradient.blank:
-                    param.main_grad.add_(grad)
-                elif grad.layout is torch.strided:
-                    param.main_grad.copy_(grad)
-                else:
-                    param.main_grad.zero_().add_(grad)
-                gradient.blank = False
+            self._hold(gradient, grad)
             self._count(gradient, by_hook=True)
 
+    def _hold(self, gradient: _Gradient, grad: torch.Tensor):
+        """Add a gradient of the current stream to its bucket, together with others of this stream."""
+        bucket = gradient.bucket
+        lease, again = self._lease(gradient)
+        stream, held = current_stream(lease.dev), self._held.get(bucket)
+        if held is None or again or held.stream != stream:
+            self._place(bucket)
+            with lease.write(stream):
+                pass  # what kernels add on this stream, and report afterwards, comes behind the last tenancy
+            held = self._held[bucket] = _Held(stream)
+        held.gradients.append((gradient, grad))
+        held.num_bytes += grad.nbytes
+        if again or held.num_bytes >= HELD_BYTES or self._passes() is None:
+            self._place(bucket, again)
+
+    def _place(self, bucket, again: bool = False):
+        """Add what is held of a bucket to its buffer. again: behind all that was added before."""
+        if (held := self._held.pop(bucket, None)) is None:
+            return
+        lease, copied, added = bucket.lease, ([], []), ([], [])
+        with lease.dev.stream(held.stream), lease.write(held.stream, ordered=again):
+            for gradient, grad in held.gradients:
+                main_grad, blank = gradient.param.main_grad, gradient.blank
+                if blank and grad.layout is not torch.strided:
+                    main_grad.zero_()
+                    blank = False
+                gradient.blank = False
+                for tensors, each in zip(copied if blank else added, (main_grad, grad), strict=True):
+                    tensors.append(each)
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if added[0]:
+                torch._foreach_add_(*added)
+
     def _report(self):
-        bucket = self._unreported.pop(0)
+        bucket = self._unreported[0]
+        self._place(bucket)
+        self._unreported.pop(0)
         self._zero_all(bucket)
         self._on_ready(bucket)
 

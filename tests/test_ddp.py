@@ -26,6 +26,7 @@ from tkernels.layers import (
     all_reduce_sequence_parallel_grads,
     clip_grad_norm_,
     fully_shard,
+    grad_hooks,
 )
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
 from tkernels.layers.data_parallel.param_bucket import ParamBucket, UpdatedValues
@@ -1371,7 +1372,7 @@ def test_overlapped_ddp_a_reduction_comes_after_the_hooks_of_all_streams(form):
         simulated.ddp.hooks._on_ready = reduce
         with simulated.sim:
             simulated.step()
-        found = [race for race in simulated.sim.races if race.kernels == ("add_", "all_reduce")]
+        found = [race for race in simulated.sim.races if race.kernels == ("_foreach_add_", "all_reduce")]
         assert len(found) == len(simulated.sim.races) == races
         simulated.sim.run(starve=starved)
         grads = torch.cat([simulated.a.weight.main_grad, simulated.b.weight.main_grad])
@@ -1424,6 +1425,7 @@ MARKED = {"the default stream": (produced_on_the_default_stream, 1), "the hook's
 @pytest.mark.parametrize("form", MARKED)
 def test_grad_ready_hooks_order_the_reduction_behind_a_kernel_that_only_sets_its_mark(form, monkeypatch):
     monkeypatch.setattr(GradReadyHooks, "produced", MARKED[form][0])
+    monkeypatch.setattr(grad_hooks, "HELD_BYTES", 0)  # else what comes later on the hook's stream covers the kernel
     right = []
     for starved in subsets(("one", "main", "comm")):
         simulated = Simulated()
@@ -1557,8 +1559,9 @@ def test_overlapped_ddp_gradients_are_zeroed_after_the_optimizer_has_read_them()
 
 
 @pytest.mark.parametrize("form", ["lease", "tail of the stream"])
-def test_overlapped_ddp_a_bucket_is_reduced_while_backward_goes_on(form):
+def test_overlapped_ddp_a_bucket_is_reduced_while_backward_goes_on(form, monkeypatch):
     """Backward is held up wherever it can be: what the comm stream does meanwhile is overlapped."""
+    monkeypatch.setattr(grad_hooks, "HELD_BYTES", 0)  # so that gradients are added while backward goes on
     overlapped = form == "lease"
     simulated = Simulated(bucket_size=64, overlap_grad_reduce=overlapped)
     sim, ddp = simulated.sim, simulated.ddp
@@ -1569,8 +1572,22 @@ def test_overlapped_ddp_a_bucket_is_reduced_while_backward_goes_on(form):
         simulated.b(simulated.a(torch.ones(64))).sum().backward()
         ddp.finish_grad_sync()
     sim.run(starve=["main"])
-    adds = [index for index, name in enumerate(sim.log) if name == "add_"]
+    adds = [index for index, name in enumerate(sim.log) if name == "_foreach_add_"]
     assert len(adds) == 2 and (sim.log.index("all_reduce") < adds[1]) == overlapped
+
+
+@pytest.mark.parametrize("held, kernels", [(grad_hooks.HELD_BYTES, 1), (0, 2)])
+def test_overlapped_ddp_adds_small_gradients_of_a_stream_at_once(held, kernels, monkeypatch):
+    monkeypatch.setattr(grad_hooks, "HELD_BYTES", held)
+    simulated = Simulated()
+    sim, ddp = simulated.sim, simulated.ddp
+    with sim:
+        ddp.zero_grad()
+        (simulated.a(torch.ones(64)) + simulated.b(torch.ones(64))).sum().backward()
+        grads = [weight.grad.clone() for weight in (simulated.a.weight, simulated.b.weight)]
+    sim.check()
+    sim.run()
+    assert sim.log.count("_foreach_add_") == kernels and all(grad.eq(2.0).all() for grad in grads)
 
 
 def test_overlapped_ddp_one_stream_of_hooks_costs_one_wait_a_bucket():
