@@ -696,9 +696,16 @@ def test_matmul_refuses_gradients_and_does_not_drop_them(ctx):
     with torch.no_grad():
         case.judge(matmul(a, b, distributions=distributions, qualifiers="TN", mesh=ctx), parts[2])
     with Matmul(a, b, distributions=distributions, qualifiers="TN", mesh=ctx) as mm:
-        mm.plan()
+        with torch.no_grad():
+            case.judge(mm.plan().execute(), parts[2])
         with pytest.raises(ValueError, match="call under torch.no_grad"):
             mm.execute()
+        if ctx.rank == 0:
+            mm.reset_operands(a=a.detach())
+        with pytest.raises(ValueError, match="rank 1: cublasmp computes no gradients"):  # where ranks meet, on each
+            mm.plan()
+        with torch.no_grad():
+            case.judge(mm.execute(), parts[2])
 
 
 @pytest.mark.ranks(2)

@@ -295,7 +295,8 @@ class Matmul:
                 self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, self._scales, options,
                 preferences, epilog, epilog_inputs, stream, self._home,
             )  # fmt: skip
-            self._plan, self._inputs = _plan(self.ctx, request, stream), request.inputs
+            wrong = isinstance(request, _Request) and _no_gradients(*request.operands.values(), *request.inputs.values())
+            self._plan, self._inputs = _plan(self.ctx, wrong or request, stream), request.inputs
             with _on(self.ctx, stream), torch.no_grad():
                 self.mm_traits.d_layout = self._plan.d_layout
                 a, b, c = self._operands.values()
