@@ -672,6 +672,7 @@ def refuse_wrong_problems(ctx):
         (problem(quantization_scales={}), ValueError, "quantization_scales are for fp8"),
         (problem(a=a.detach().requires_grad_(last)), ValueError, f"{who}: cublasmp computes no gradients"),
         (problem(totals=[24] if last else (24,)), TypeError, rf"{who}: totals=\[24\]: .* unhashable"),
+        (problem(totals=(16, 24, 32) if last else None), MismatchError, "totals differ between ranks"),
         (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
         (problem(options={"fast_accum": True}), ValueError, "fast_accum=True is for float8 operands"),
     ]  # fmt: skip
@@ -748,6 +749,7 @@ def test_matmul_plans_once_and_for_each_field_that_changes_what_is_done(ctx, mon
         dict(options={"communication_type": torch.bfloat16}),
         dict(preferences={"epilog": {"bias_result_scheme": MatmulResultScheme.PARTIAL}}),
         dict(preferences={"epilog": {"aux_type": torch.bfloat16}}),
+        dict(totals="another key"),
     ]
     for round in (1, 2):
         for number, variant in enumerate(variants):
@@ -764,7 +766,7 @@ def test_matmul_plans_once_and_for_each_field_that_changes_what_is_done(ctx, mon
     assert len(made) == len(variants) + 2
     assert len(set(made)) == len(made)
     fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences", "precision"}
-    fields |= {"scales"}  # which go with dtypes, those of operands and result
+    fields |= {"totals", "scales"}  # the scales go with dtypes, those of operands and result
     assert fields == set(cublasmp.problem.Problem._fields)  # a new one needs a variant above
     with pytest.raises(TypeError):
         matmul(a, b, None, even["distributions"], mesh=ctx)  # only by keyword

@@ -2,7 +2,7 @@
 
 Plans. A call is understood (`_understand`), which gives the problem and, of one rank, what is wrong with the call. The
 ranks exchange these (`_everyones`) and raise one error, or each makes its `Plan`. A Matmul keeps its plan. `matmul`
-keeps plans by context, problem and `totals`, which are alike on all ranks, so that all of them find one or none does.
+keeps plans by context and problem, whose `totals` are alike on all ranks, so that all of them find one or none does.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from tkernels.layers.cublasmp.problem import Operand, Problem, resolve, survey
 
 MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
 
-_plans: "weakref.WeakKeyDictionary[Context, dict[tuple[Problem, object], Plan]]" = weakref.WeakKeyDictionary()
+_plans: "weakref.WeakKeyDictionary[Context, dict[Problem, Plan]]" = weakref.WeakKeyDictionary()
 
 
 class InvalidMatmulState(TkernelsError):
@@ -79,7 +79,9 @@ def _understand(
         scalars = _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
         if operands["c"] is None and scalars[1]:
             raise ValueError(f"beta={beta}, but there is no C to scale")
-        problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs, scales)
+        problem = _problem(
+            *operands.values(), distributions, qualifiers, options, preferences, epilog, inputs, scales, totals
+        )
         return _Request(home, operands, inputs, problem, scalars, scales)
     except Exception as error:
         # The ranks exchange it, and not every exception can be sent; its type says what a caller can do about it.
@@ -94,7 +96,7 @@ def _check_key(totals):
         raise TypeError(f"totals={totals!r}: plans are kept by it, as by a tuple (m, n, k), but: {error}") from None
 
 
-def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs, scales) -> Problem:
+def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs, scales, totals) -> Problem:
     distributions = tuple(distributions) if isinstance(distributions, Iterable) else (distributions,)
     if len(distributions) != 3:
         raise ValueError(f"distributions are of A, B and D (which C shares): three, not {len(distributions)}")
@@ -121,6 +123,7 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
         preferences,
         how,
         tuple(sorted(scales)),
+        totals,
     )
 
 
@@ -129,7 +132,8 @@ def _everyones(ctx: Context, request: _Request | Exception) -> list:
     if isinstance(request, Exception):
         return ctx.group.gather(request)
     options = dataclasses.replace(request.problem.options, logger=None)  # it is local to this rank
-    return ctx.group.gather((request.problem._replace(options=options), request.scalars))
+    totals = repr(request.problem.totals)  # not every key can be sent
+    return ctx.group.gather((request.problem._replace(options=options, totals=totals), request.scalars))
 
 
 def _plan(ctx: Context, request: _Request | Exception, stream) -> Plan:
@@ -188,6 +192,13 @@ def _scalar(name: str, value, default: float) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
         raise ValueError(f"{name}={value!r} is no real number") from None
+
+
+def _without_gradients(request: _Request | Exception) -> _Request | Exception:
+    """The request, or what is wrong with one whose operands want gradients."""
+    if isinstance(request, Exception):
+        return request
+    return _no_gradients(*request.operands.values(), *request.inputs.values()) or request
 
 
 def _no_gradients(*tensors) -> ValueError | None:
@@ -295,8 +306,7 @@ class Matmul:
                 self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, self._scales, options,
                 preferences, epilog, epilog_inputs, stream, self._home,
             )  # fmt: skip
-            wrong = isinstance(request, _Request) and _no_gradients(*request.operands.values(), *request.inputs.values())
-            self._plan, self._inputs = _plan(self.ctx, wrong or request, stream), request.inputs
+            self._plan, self._inputs = _plan(self.ctx, _without_gradients(request), stream), request.inputs
             with _on(self.ctx, stream), torch.no_grad():
                 self.mm_traits.d_layout = self._plan.d_layout
                 a, b, c = self._operands.values()
@@ -459,11 +469,10 @@ def matmul(
             preferences, epilog, epilog_inputs, stream, totals=totals,
         )  # fmt: skip
         plans, key, plan = _plans.setdefault(ctx, {}), None, None
-        if isinstance(request, _Request):
-            if totals is not None or ctx.size == 1:
-                key = request.problem, totals
-                plan = plans.get(key)
-            request = _no_gradients(*request.operands.values(), *request.inputs.values()) or request
+        if isinstance(request, _Request) and (totals is not None or ctx.size == 1):
+            key = request.problem
+            plan = plans.get(key)
+        request = _without_gradients(request)
         if plan is not None and isinstance(request, Exception):
             raise request
         if plan is None and ctx.capturing:

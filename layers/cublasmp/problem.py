@@ -66,6 +66,7 @@ class Problem(NamedTuple):
     inputs: the epilog's inputs, by name.
     precision: of the GEMM, as tkernels.gemm.precision says it, with float32 as options.compute_type has it.
     scales: the names of the quantization scales.
+    totals: the caller's key of the global sizes, which one rank's parts don't tell.
 
     Scalars are not part of it: one plan serves every alpha and beta.
     """
@@ -81,6 +82,7 @@ class Problem(NamedTuple):
     preferences: MatmulPlanPreferences
     precision: str
     scales: tuple[str, ...]
+    totals: object = None
 
     def tensors(self) -> dict[str, Operand]:
         """The operands and the epilog's inputs, by name."""
@@ -304,6 +306,7 @@ def _compare(everyone: list[tuple[Problem, tuple]]):
             "options": problem.options,
             "preferences": problem.preferences,
             "quantization_scales": problem.scales,
+            "totals": problem.totals,
             "options.compute_type or torch.backends.cuda.matmul.fp32_precision": problem.precision,
             "alpha": repr(alpha),  # as text, since nan != nan
             "beta": repr(beta),
