@@ -198,8 +198,10 @@ def test_general_gemm_every_layout(ctx, dtype):
         w = weight(128, 64, 5 + ctx.rank)
         A = w if layout == "TN" else w.t().contiguous()
         B = every[ctx.rank] if layout != "NT" else every[ctx.rank].t().contiguous()
-        y = te.general_gemm(A, B, layout=layout, ub=gather, ub_type=AG)[0]
+        y, bias_grad, *_ = te.general_gemm(A, B, layout=layout, ub=gather, ub_type=AG, grad=True, bias=w[:, 0])
         assert torch.equal(y.float(), reference(torch.cat(every), w)), layout
+        whole = torch.cat(every) if layout != "NT" else torch.cat(every).t()  # as B, of all ranks
+        assert torch.equal(bias_grad.float(), whole.float().sum(0)), layout
 
         every = [(small((128, 128), dtype, 30 * seed + r, ctx), weight(64, 128, 70 + r)) for r in range(2)]
         x, w = every[ctx.rank]

@@ -177,13 +177,15 @@ def general_gemm(
         _check_apart(memory(A), memory(B), bias, out, extra_output, None if grad else gelu_in, communicates and ub_type)
     fused = bias if plain and added and communicates else None
     into = out if plain and out is not None and out.dtype == dtype else None  # the GEMM writes its result to it
-    gathered, filled = B, None  # the rows of B on all ranks; what is yet to be filled with the final result
+    gathered, filled = B, None  # B on all ranks; what is yet to be filled with the final result
     if ub is None:
         value = product(x, w, dtype, into)
     elif bulk_overlap:
         value = _bulk(ub, x, w, into, extra_output, ub_type, dtype)
     elif ub_type is CommOverlapType.AG:
         value, gathered = _gather(ub, x, w, fused, into, extra_output, rows, dtype, asked)
+        if asked and layout == "NT":
+            gathered = values(gathered).t()  # columns of B
     else:
         value, filled = _scatter(ub, x, w, fused, into, extra_output, rows, dtype, plain and out is None)
     if alpha != 1.0:
