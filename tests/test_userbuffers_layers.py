@@ -679,11 +679,14 @@ def test_a_recomputed_mlp_computes_twice_where_backward_comes(monkeypatch):
     monkeypatch.setattr(layer, "_forward", lambda *arguments: calls.append(None) or forward(*arguments))
     y = layer(torch.ones(2, 1, H))
     assert len(calls) == 1
-    y.sum().backward()
+    y.sum().backward(retain_graph=True)
     assert len(calls) == 2
+    once = layer.fc1_weight.grad.clone()
+    y.sum().backward()
+    assert len(calls) == 3 and torch.equal(layer.fc1_weight.grad, 2 * once)
     with torch.no_grad():
         layer(torch.ones(2, 1, H))
-    assert len(calls) == 3
+    assert len(calls) == 4
 
 
 @pytest.mark.ranks(2)
@@ -940,16 +943,21 @@ def test_a_gamma_around_zero_counts_in_16_bits(normalization):
 
 
 class States(TrackedGenerator):
-    """A generator that goes on from where it was, as Megatron's do."""
+    """A generator that goes on from where it was, and keeps that where it was told to, as Megatron's do."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.states = {"seed": seed}
 
     def get_states(self):
-        return self.seed
+        return dict(self.states)
 
     def set_states(self, states):
-        self.seed = states
+        self.states = states
 
     def fork(self):
-        self.seed += 1
+        self.states["seed"] += 1
+        self.seed = self.states["seed"]
         return super().fork()
 
 
@@ -962,13 +970,15 @@ def test_attention_that_is_computed_again_drops_the_same(ctx, tracked):
     )
     fill(layer, 3, 0)
     for again in (False, True):
-        tracker.seed = 5
+        tracker.set_states({"seed": 5})
         torch.manual_seed(0)
         x = normal((S, B, H), torch.float32, 1, device=ctx.device).requires_grad_()
-        layer(x, checkpoint_core_attention=again).square().sum().backward()
-        grads.append(x.grad)
-        assert tracker.seed == 5 + tracked
-    assert torch.equal(*grads)
+        loss = layer(x, checkpoint_core_attention=again).square().sum()
+        for kept in (True, False):  # each backward recomputes
+            (grad,) = torch.autograd.grad(loss, x, retain_graph=kept)
+            grads.append(grad)
+        assert tracker.get_states() == {"seed": 5 + tracked}
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
 
 
 @pytest.mark.ranks(1)

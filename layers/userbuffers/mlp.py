@@ -1,6 +1,5 @@
 """LayerNormMLP, with TransformerEngine's arguments in its order."""
 
-import contextlib
 import functools
 import math
 
@@ -121,10 +120,10 @@ class LayerNormMLP(ParallelModule):
     def forward(self, inp, is_first_microbatch=None, *, rows=None):
         """x [s/P, ..., hidden] -> same shape; then fc2's bias (return_bias), then the norm's output if requested."""
         if self.checkpoint and torch.is_grad_enabled():
-            options, scaling = {"use_reentrant": False}, float8.current()
+            forward = self._forward
             if not torch.compiler.is_compiling():  # backward may run in another block, or in none
-                options["context_fn"] = lambda: (contextlib.nullcontext(), float8.scaling_of(scaling))
-            y, normed = recompute(self._forward, inp, rows, **options)
+                forward = float8.scaling_of(float8.current())(forward)
+            y, normed = recompute(forward, inp, rows, use_reentrant=False)
         else:
             y, normed = self._forward(inp, rows)
         results = (y, self.fc2_bias) if self.return_bias else (y,)

@@ -1,6 +1,7 @@
 """MultiheadAttention and TransformerLayer, with TransformerEngine's arguments in its order and torch's attention."""
 
 import contextlib
+import copy
 import math
 
 import torch
@@ -254,8 +255,7 @@ class MultiheadAttention(AttentionModule):
         """Contexts for forward and recomputation, in which the tracker's generators draw the same numbers."""
         if self.get_rng_state_tracker is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
-        tracker = self.get_rng_state_tracker()
-        return contextlib.nullcontext(), _in_states(tracker, tracker.get_states())
+        return contextlib.nullcontext(), _InStates(self.get_rng_state_tracker())
 
 
 class TransformerLayer(ParallelModule):
@@ -402,15 +402,18 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
-@contextlib.contextmanager
-def _in_states(tracker, states):
+class _InStates:
     """A context in which a tracker's generators have these states. At exit, the current states are restored."""
-    now = tracker.get_states()
-    tracker.set_states(states)
-    try:
-        yield
-    finally:
-        tracker.set_states(now)
+
+    def __init__(self, tracker):
+        self.tracker, self.states = tracker, tracker.get_states()
+
+    def __enter__(self):  # as often as backward recomputes: Megatron's tracker writes to what it was given
+        self.now = self.tracker.get_states()
+        self.tracker.set_states(copy.copy(self.states))
+
+    def __exit__(self, *exception):
+        self.tracker.set_states(self.now)
 
 
 def check_inputs(where: str, **options):
