@@ -663,6 +663,13 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
             te.initialize_ub([8, 8], 2, dtype=torch.float32, **(options if ctx.rank == 1 else {}))
     assert not te.is_ub_initialized() and dist.get_pg_count() == groups
 
+    class Unreadable(list):
+        def __repr__(self):
+            raise RuntimeError("can't be shown")
+
+    with pytest.raises(RuntimeError, match="can't be shown"):  # where the ranks' arguments are compared
+        te.initialize_ub(Unreadable([8, 8]) if ctx.rank == 1 else [8, 8], 2, dtype=torch.float32)
+
     def fail():
         if ctx.rank == 1:
             raise RuntimeError("the last communicator broke")

@@ -95,7 +95,7 @@ def initialize_ub(
     asked = locals() | {"tp_group": tp_group is not None}
     asked |= {name: os.environ.get(name) for name in ("UB_TIMEOUT", "NVTE_EXT_MARGIN_SM")}
     world = Group(None)
-    with _agreed(world, asked=repr(asked)):
+    with _agreed(world, asked=asked):
         timeout_s(), margin()
         tp_group = None if tp_group is None else group_of(tp_group, "initialize_ub: tp_group").process_group
         with_cublasmp = boolean("initialize_ub: with_cublasmp", with_cublasmp)
@@ -301,22 +301,23 @@ def _resolve(ub_cfgs: list, modes, tp_size, with_cublasmp) -> dict[UserBufferQua
 
 
 @contextlib.contextmanager
-def _agreed(world: Group, domain: Group | None = None, asked: str | None = None):
+def _agreed(world: Group, domain: Group | None = None, asked: dict | None = None):
     """Collective. An error of one rank in the block is raised on all; without any, MismatchError if `asked` differs.
 
     A rank with an error raises its own. The others raise one of the same kind, TypeError, ValueError or else
     TkernelsError, with the first failed rank's.
     domain: ranks that meet inside the block.
     """
-    error = None
+    error = text = None
     try:
         yield
+        text = repr(asked)
     except Exception as caught:
         error = caught
     if domain is not None and _has_ended(domain, error):
         error = None
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), TkernelsError)
-    found = world.gather((None if error is None else (kind, f"{type(error).__name__}: {error}"), asked), AGREED)
+    found = world.gather((None if error is None else (kind, f"{type(error).__name__}: {error}"), text), AGREED)
     failed = {rank: failure for rank, (failure, _) in enumerate(found) if failure is not None}
     if error is not None:
         raise error
