@@ -355,6 +355,28 @@ def test_column_and_row_parallel_linear_take_megatrons_options_with_its_weights_
 
 
 @pytest.mark.ranks(2, timeout_s=300)
+def test_column_and_row_parallel_linear_name_an_input_that_they_cannot_take(ctx):
+    with megatron_of(2):
+        from tkernels.layers.doors import megatron as ours
+
+        for kind in (ours.ColumnParallelLinear, ours.RowParallelLinear):
+            layer, (y, *_), _ = step_of(kind, ctx.rank, {"sequence_parallel": True})
+            own = layer.weight.shape[1]
+            x = torch.ones(4, 2, own)
+            for wrong, error, message in [
+                (None, TypeError, "input=None"),
+                ([x], TypeError, "input="),
+                (x.to_sparse(), TypeError, "input must be a strided tensor"),
+                (x[..., 1:], ValueError, rf"the input is .*, {own - 1}\] on cpu, but must be .*, {own}\] on cpu"),
+                (x[0, 0], ValueError, rf"the input is \[{own}\] on cpu"),
+                (x.to("meta"), ValueError, "the input is .* on meta, but must be .* on cpu"),
+            ]:
+                with pytest.raises(error, match=f"{kind.__name__}: {message}"):
+                    layer(wrong)
+            assert layer(x)[0].isfinite().all()
+
+
+@pytest.mark.ranks(2, timeout_s=300)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_backward_dw_computes_what_was_deferred_and_backward_adds_to_main_grad(ctx, sequence_parallel):
     with megatron_of(2):

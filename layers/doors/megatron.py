@@ -28,7 +28,7 @@ except ImportError as error:
         'tkernels.layers.doors.megatron needs megatron-core 0.15 or newer: pip install "tkernels[interop]"'
     ) from error
 
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_dense, check_type
 from tkernels.comm.context import as_context
 from tkernels.comm.contexts import find_context
 from tkernels.layers.tensor_parallel import dataflow
@@ -77,6 +77,13 @@ class _Overlapped(dataflow.DeferringModule):
 
     def _multiply(self, x, weight, bias, flow, **options) -> torch.Tensor:
         """x [s, b, ...] @ weight.T + bias, communicating as `flow` does; None: as a layer of one rank."""
+        kind = type(self).__name__
+        check_dense(kind, input=x)
+        if x.dim() < 2 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+            raise ValueError(
+                f"{kind}: the input is {list(x.shape)} on {x.device}, but must be [s, ..., {weight.shape[1]}] on "
+                f"{weight.device}"
+            )
         fused = dataflow.Fused(self._context)
         flow = dataflow.Local() if flow is None else flow(self.sequence_parallel, None, fused, **options)
         wgrad = dataflow.WeightGradient(weight, self.gradient_accumulation_fusion, self.wgrad_store)
