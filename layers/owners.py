@@ -5,6 +5,7 @@ optimizers that have it still.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm.errors import LeaseError
+from tkernels.layers.marks import is_split
 
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 _INSTEAD = "tkernels_instead"  # on a parameter in whose place another is trained: an _Instead
 _IN_PARTS = "tkernels_in_parts"  # on one of whose values each rank has its part alone: why, and torch's write count
+NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon")  # optimizers that look at whole parameters, or at all of them
 
 
 class _References(list):
@@ -75,12 +78,28 @@ def parameters_of(optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def not_elementwise(optimizer_class: Callable) -> str | None:
+    """The name of a known class of optimizers that pieces of parameters are not enough for, if it is one."""
+    kind = getattr(optimizer_class, "func", optimizer_class)  # of functools.partial
+    return next((base.__name__ for base in getattr(kind, "__mro__", ()) if base.__name__ in NOT_ELEMENTWISE), None)
+
+
+def check_elementwise(caller: str, optimizer_class: Callable, parameters):
+    """Raises ValueError for an optimizer that would take this rank's plain parts of parameters for whole ones."""
+    if (kind := not_elementwise(optimizer_class)) and any(map(is_split, parameters)):
+        raise ValueError(
+            f"{caller}: {kind} looks at whole parameters, but of some (tensor_model_parallel) each rank has a part, so "
+            f"that ranks would step in other ways; split the model by parallelize_module, whose DTensors are whole to "
+            f"torch's optimizers, or take an elementwise one"
+        )
+
+
 @register_optimizer_step_pre_hook
 def _check_step(optimizer, *_):
-    """Raises ValueError for an optimizer that would train what no model has.
+    """Raises ValueError for an optimizer that would train what no model has, or parts as wholes.
 
-    It has parameters that others stand for, and none of those. (One with both is of a model of which a part was taken
-    that shared a parameter with the rest, where it stays.)
+    The first has parameters that others stand for, and none of those. (One with both is of a model of which a part was
+    taken that shared a parameter with the rest, where it stays.)
     """
     if torch.compiler.is_compiling():
         return
@@ -90,6 +109,7 @@ def _check_step(optimizer, *_):
         raise ValueError(
             f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are {stale[0].why}"
         )
+    check_elementwise(f"{type(optimizer).__name__}.step", type(optimizer), parameters)
 
 
 def leave_in_parts(parameters, why: str):

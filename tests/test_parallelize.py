@@ -388,6 +388,24 @@ def test_parallelize_tells_the_optimizer_of_marked_gradients_that_nobody_has_sum
         optimizer.step()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Muon])
+def test_parallelize_tells_an_optimizer_of_whole_parameters_of_the_parts_that_it_has(ctx, kind):
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)).to(ctx.device)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    parallelize(model, {"0": "column", "1": "row"}, ctx)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    model(torch.ones(2, 4, device=ctx.device)).sum().backward()
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.step: .* looks at whole parameters, .* parallelize_module"):
+        kind(model.parameters()).step(lambda: model(torch.ones(2, 4, device=ctx.device)).sum())
+    with pytest.raises(ValueError, match=f"ZeroOptimizer: .*{kind.__name__}"):
+        ZeroOptimizer(model.parameters(), kind, partition="parameters", mesh=ctx, tensor_parallel=ctx)
+    assert all(map(torch.equal, before, model.parameters()))
+    torch.optim.SGD(model.parameters()).step()
+
+
 class Scaled(nn.Module):
     """A norm of what all ranks have, and a scale of its own for each rank's features. way: to read the scale by."""
 

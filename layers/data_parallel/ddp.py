@@ -45,7 +45,7 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import capturing, current_stream
 from tkernels.comm.group import checksum, listed
 from tkernels.layers.data_parallel.backward import Backward, backward_runs
-from tkernels.layers.data_parallel.layout import in_buckets, not_elementwise
+from tkernels.layers.data_parallel.layout import in_buckets
 from tkernels.layers.data_parallel.norms import check_parts, counts, in_common, squared_norm
 from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, UpdatedValues
 from tkernels.layers.data_parallel.values import Values, ensure_params_ready, refuse_assignment, wait_in_modules
@@ -53,7 +53,16 @@ from tkernels.layers.data_parallel.wire import Wire, check_backend, open_wire, s
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, disown, own, owner_of, parameters_of, remove_owners, weakly
+from tkernels.layers.owners import (
+    check_free,
+    disown,
+    not_elementwise,
+    own,
+    owner_of,
+    parameters_of,
+    remove_owners,
+    weakly,
+)
 
 
 class State(enum.Enum):

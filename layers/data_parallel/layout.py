@@ -30,13 +30,6 @@ DIRECT_NUMEL = 1 << 20  # elements from which a parameter is gathered by a colle
 # Of gradients that one collective reduces: a workspace must hold a little more than that, and each kernel waits until a
 # product has left it SMs, as long as 1 ms (bench/LOG.md, 2026-11-27).
 REDUCED_BYTES = 128 << 20
-NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon")  # optimizers that look at whole parameters, or at all of them
-
-
-def not_elementwise(optimizer_class: Callable) -> str | None:
-    """The name of a known class of optimizers that pieces of parameters are not enough for, if it is one."""
-    kind = getattr(optimizer_class, "func", optimizer_class)  # of functools.partial
-    return next((base.__name__ for base in getattr(kind, "__mro__", ()) if base.__name__ in NOT_ELEMENTWISE), None)
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,22 @@ from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.flat_group import FlatGroup, lay_out, padded
-from tkernels.layers.data_parallel.layout import ALIGN, in_buckets, not_elementwise
+from tkernels.layers.data_parallel.layout import ALIGN, in_buckets
 from tkernels.layers.data_parallel.norms import check_stage, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.values import Values
 from tkernels.layers.data_parallel.wire import check_backend, open_wire
 from tkernels.layers.marks import is_partial, is_split
-from tkernels.layers.owners import check_free, check_initialized, disown, own, parameters_of, remove_owners
+from tkernels.layers.owners import (
+    check_elementwise,
+    check_free,
+    check_initialized,
+    disown,
+    not_elementwise,
+    own,
+    parameters_of,
+    remove_owners,
+)
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 REFRESH = "call refresh_masters() after such a change, on all ranks"
@@ -136,6 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     "(tensor_model_parallel), so that each of these would have a norm of its own, and what they have "
                     "in common would part; pass tensor_parallel=, these ranks"
                 )
+            check_elementwise("ZeroOptimizer", optimizer_class, meshes)
             across = None if tensor_parallel is None else group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
             if pipeline is not None:
                 stages = group_of(pipeline, "ZeroOptimizer: pipeline")
