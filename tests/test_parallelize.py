@@ -854,6 +854,85 @@ def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
         parallelize(nn.Sequential(model).to(ctx.device), plan, ctx)
 
 
+class SaysNoSize(nn.Module):
+    """Attention of 4 heads, or of so many, that doesn't say how many features one has."""
+
+    def __init__(self, heads: int = 4):
+        super().__init__()
+        self.n_head = self.h = heads
+        self.config = types.SimpleNamespace(n_head=heads)
+        self.q, self.k, self.o = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k = self.q(x).view(b, t, self.h, -1).transpose(1, 2), self.k(x).view(b, t, self.h, -1).transpose(1, 2)
+        return self.o(functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+
+class CountsByConfig(SaysNoSize):
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k = (proj(x).reshape(b, t, self.config.n_head, -1).transpose(1, 2) for proj in (self.q, self.k))
+        return self.o(functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+
+class CountsInALambda(SaysNoSize):
+    def forward(self, x):
+        number = self.h
+        q, k = self.q(x), self.k(x)
+        q, k = map(lambda t: t.unflatten(-1, (number, -1)).transpose(1, 2), (q, k))
+        return self.o(functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+
+class AttendsByAFunction(SaysNoSize):
+    def forward(self, x):
+        return self.o(attention(self.q(x), self.k(x), self.n_head))
+
+
+def attention(q, k, heads):
+    q, k = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k))
+    return functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+class Rearranges(SaysNoSize):
+    def forward(self, x):
+        q, k = map(lambda t: einops.rearrange(t, "b t (h d) -> b h t d", h=self.h), (self.q(x), self.k(x)))  # noqa: F821
+        return self.o(attend(q, k))  # noqa: F821
+
+
+class SplitsAfterwards(CountsByConfig):
+    """What is split isn't taken apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(self.up(super().forward(x)).relu())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_refuses_a_number_of_heads_that_may_be_of_all(ctx, words):
+    """Where the module doesn't say a head's features, each rank's would be taken for as many heads of less features."""
+    plan = {"[qk]": words[0], "o": words[1]}
+    kinds = {SaysNoSize: "h", CountsByConfig: "config.n_head", CountsInALambda: "h", AttendsByAFunction: "n_head"}
+    x = normal((2, 3, 8), torch.float32, 1, device=ctx.device)
+    for kind, name in kinds.items():
+        torch.manual_seed(0)
+        model = kind().to(ctx.device)
+        whole = model(x)
+        with pytest.raises(ValueError, match=f"{kind.__name__}, takes .* by {name}=4, perhaps all heads, .* head_dim"):
+            parallelize(model, plan, ctx)
+        assert type(model.q) is nn.Linear
+        model.n_head = model.h = model.config.n_head = 2
+        model.head_dim = 4
+        torch.testing.assert_close(parallelize(model, plan, ctx)(x), whole)
+    with pytest.raises(ValueError, match="by h=4, perhaps all heads"):
+        check_heads(Rearranges(), ["q", "k"], ctx.size)
+    parallelize(SplitsAfterwards().to(ctx.device), {"up": words[0], "down": words[1]}, ctx)
+
+
 class AttendsWithAScaleOfEachHead(AttendsByFeatures):
     def __init__(self):
         super().__init__()

@@ -12,6 +12,7 @@ from tkernels.layers.marks import is_split
 
 HEADS = r"\w*heads?"  # names of attributes that count heads
 _GATHER = "give what it splits 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
+_FUNCTIONS = "torch", "F", "functional", "nn.functional", "einops", "self"  # modules, whose names stand before one
 VIEWS = frozenset({"view", "reshape", "unflatten", "rearrange"})  # what takes features apart
 
 
@@ -80,27 +81,45 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
         module, by_config = model.get_submodule(path), not set(names).isdisjoint(attentions)
         features = [getattr(model.get_submodule(name), "out_features", 0) for name in names]
         sizes = [size for name, size in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)]
-        for name in _heads_in_views(type(module)):
-            number, keys = getattr(module, name, None), "key" in name or "kv" in name
+        sizes = [size for size in sizes if type(size) is int]
+        own = {each.rpartition(".")[2] for each in names}
+        by_name = _heads_in_views(type(module))
+        counts = {name for child, name in _counted(type(module)) if child in own}  # in so many parts, of any size
+        if "att" in f"{path}{type(module).__name__}".lower():
+            counts |= {name for name in by_name if _counts_heads(name)}
+        for name in dict.fromkeys((*by_name, *counts)):
+            number, keys = _value(module, name), "key" in name or "kv" in name
             if type(number) is not int:
                 continue
             every, known = (min(features), groups) if keys else (max(features), heads)
+            told = sizes or by_config and known  # of a rank's heads from all
             if number == every:
-                what = "features"
-            elif not re.fullmatch(HEADS, name):
+                what = "all features"
+            elif not _counts_heads(name) and name not in counts:
                 continue
-            elif every in [number * size for size in sizes if type(size) is int] or by_config and number in known:
-                what = "heads"
+            elif every in [number * size for size in sizes] or by_config and number in known:
+                what = "all heads"
+            elif name in counts and not told and number > 1:
+                what = "perhaps all heads"
             else:
                 continue
-            own = {each.rpartition(".")[2] for each in names}
             others = [each for child, each in module.named_parameters() if child.split(".")[0] not in own]
-            per_head = what == "heads" and any(number in each.shape for each in others)  # as T5's relative biases
-            set_it = "" if per_head else f"set {name} to that on each such module before, or "
+            per_head = what == "all heads" and any(number in each.shape for each in others)  # as T5's relative biases
+            too = "" if told else ", and head_dim to the features of one head, by which it is told from all of them"
+            set_it = "" if per_head else f"set {name} to that on each such module before{too}, or "
             raise ValueError(
                 f"parallelize: the forward of {path!r}, {type(module).__name__}, takes its features apart by "
-                f"{name}={number}, all {what}, of which a rank would have {number // ranks}; {set_it}{_GATHER}"
+                f"{name}={number}, {what}, of which a rank would have {number // ranks}; {set_it}{_GATHER}"
             )
+
+
+def _counts_heads(name: str) -> bool:
+    return re.fullmatch(HEADS, name.rpartition(".")[2]) is not None
+
+
+def _value(module: nn.Module, name: str):
+    """Of an attribute, or of one of an attribute, as config.n_head; None if there is none."""
+    return functools.reduce(lambda value, each: getattr(value, each, None), name.split("."), module)
 
 
 def _numbers(config, name: str) -> list[int]:
@@ -144,7 +163,7 @@ def _heads_in_views(kind: type) -> list[str]:
             views = getattr(node.func, "attr", getattr(node.func, "id", None)) in VIEWS
             sizes += [size for each in given for size in ast.walk(each)] if views else given
     owned = (ast.unparse(size).removeprefix("self.") for size in sizes if isinstance(size, ast.Attribute))
-    return list(dict.fromkeys(name for name in owned if re.fullmatch(r"\w*head\w*", name)))
+    return list(dict.fromkeys(name for name in owned if re.fullmatch(r"(\w+\.)*\w*head\w*", name)))
 
 
 def _takes_apart(parent: nn.Module, name: str) -> bool:
@@ -171,33 +190,101 @@ def _taken_apart(kind: type) -> set[tuple[str, str | None]]:
     of the last dimension, each with None, or with the name of the child that it passes them to. "": its own input.
     """
     found = set()
+    for child, node, name, rest, keywords, several, _ in _operations(kind):
+        # A number of features, as those of a head, makes as many pieces as there are, unless these have names.
+        counted = name != "split" or several or not isinstance(rest[0], ast.Name | ast.Attribute)
+        if counted and _splits(name, rest, keywords):
+            found.add((child, None))
+        elif by := _called_child(node):
+            found.add((child, by))
+    return found
+
+
+@functools.lru_cache
+def _counted(kind: type) -> set[tuple[str, str]]:
+    """The names of a module's children whose outputs its code views as so many parts as an attribute says, whatever
+    these have, each with the attribute's: ("q", "n_head") of self.q(x).view(b, t, self.n_head, -1).
+    """
+    found = set()
+    for child, _, name, rest, keywords, _, attributes in _operations(kind):
+        if name == "rearrange":  # "b t (h d) -> b h t d", with h=self.n_head
+            pattern = re.search(r"\((\w+) (\w+)\) *->", ast.unparse(rest[0])) if rest else None
+            number = keywords.get(pattern[1]) if pattern and pattern[2] not in keywords else None
+        else:
+            *_, number, last = (None, None, *(_sizes(name, rest) if name in VIEWS else ()))
+            number = number if last is not None and ast.unparse(last) == "-1" else None
+        number = attributes.get(getattr(number, "id", None), number)
+        if isinstance(number, ast.Attribute) and ast.unparse(number).startswith("self."):
+            found.add((child, ast.unparse(number).removeprefix("self.")))
+    return found
+
+
+def _operations(kind: type):
+    """The calls in a module's code of which the first operand is what a child has returned, or its own input: (the
+    child's name or "", the call, its name, its other operands, its keywords, whether what it returns gets several
+    names, the attributes that names stand for).
+    """
     for method in _methods(kind):
         if not isinstance(method, ast.FunctionDef):
             continue
+        method = _FirstTurns({}).visit(method)
         made = dict.fromkeys([each.arg for each in method.args.args[1:2] if method.name == "forward"], "")
+        attributes = {}
         nodes = [node for node in ast.walk(method) if isinstance(node, ast.Assign | ast.Call)]
         assigned = (node for node in nodes if isinstance(node, ast.Assign))
         several = {node.value for node in assigned if isinstance(node.targets[0], ast.Tuple)}
         for node in sorted(nodes, key=_position):
             if isinstance(node, ast.Assign):
-                if isinstance(node.targets[0], ast.Name):
-                    made[node.targets[0].id] = _called_child(node.value)
-                elif isinstance(node.targets[0], ast.Tuple):
-                    made |= {name.id: None for name in node.targets[0].elts if isinstance(name, ast.Name)}
+                target, value = node.targets[0], node.value
+                targets = target.elts if isinstance(target, ast.Tuple) else [target]
+                values = [value] if target is targets[0] else [None] * len(targets)
+                if isinstance(value, ast.GeneratorExp | ast.ListComp):
+                    values = [value.elt] * len(targets)
+                elif isinstance(value, ast.Tuple) and len(value.elts) == len(values):
+                    values = value.elts
+                for name, value in zip(targets, values, strict=True):
+                    if isinstance(name, ast.Name):
+                        made[name.id] = _called_child(value)
+                        attributes[name.id] = value if isinstance(value, ast.Attribute) else None
                 continue
             name, is_method = getattr(node.func, "attr", getattr(node.func, "id", None)), False
             if isinstance(node.func, ast.Attribute):
-                is_method = ast.unparse(node.func.value) not in ("torch", "F", "functional", "nn.functional", "self")
+                is_method = ast.unparse(node.func.value) not in _FUNCTIONS
             source, *rest = [node.func.value, *node.args] if is_method else node.args or [None]
-            child = _called_child(source) or made.get(getattr(source, "id", None)) if source else None
-            keywords = {each.arg: each.value for each in node.keywords}
-            # A number of features, as those of a head, makes as many pieces as there are, unless these have names.
-            counted = name != "split" or node in several or not isinstance(rest[0], ast.Name | ast.Attribute)
-            if child is not None and counted and _splits(name, rest, keywords):
-                found.add((child, None))
-            elif child is not None and (by := _called_child(node)):
-                found.add((child, by))
-    return found
+            child = _called_child(source) or made.get(getattr(source, "id", None))
+            if child is not None:
+                keywords = {each.arg: each.value for each in node.keywords}
+                yield child, node, name, rest, keywords, node in several, attributes
+
+
+class _FirstTurns(ast.NodeTransformer):
+    """Puts what a comprehension or a mapped lambda begins with in the place of its name: self.q in
+    [f(x) for f in (self.q, self.k)].
+    """
+
+    def __init__(self, names: dict[str, ast.AST]):
+        self._names = names
+
+    def visit_Name(self, node):
+        return self._names.get(node.id, node)
+
+    def visit_GeneratorExp(self, node):
+        node, loop = self.generic_visit(node), node.generators[0]
+        node.elt = self._turn(node.elt, loop.target, loop.iter)
+        return node
+
+    visit_ListComp = visit_GeneratorExp
+
+    def visit_Call(self, node):
+        node = self.generic_visit(node)
+        if getattr(node.func, "id", None) == "map" and isinstance(node.args[0], ast.Lambda):
+            function = node.args[0]
+            function.body = self._turn(function.body, ast.Name(function.args.args[0].arg), node.args[1])
+        return node
+
+    def _turn(self, body, name, items):
+        known = isinstance(name, ast.Name) and isinstance(items, ast.Tuple | ast.List) and items.elts
+        return _FirstTurns({name.id: items.elts[0]}).visit(body) if known else body
 
 
 def _position(node: ast.AST) -> tuple[int, int]:
@@ -217,15 +304,19 @@ def _splits(name: str, rest: list[ast.AST], keywords: dict[str, ast.AST]) -> boo
         return bool(pattern) and isinstance(keywords.get(pattern[1]), ast.Constant)
     if name not in VIEWS:
         return False
-    sizes = rest[name == "unflatten" :]
-    sizes = sizes[0].elts if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple | ast.List) else sizes
-    first = 0 if name == "unflatten" else 1
-    sizes = [ast.unparse(size) for size in sizes[first:]]  # a number of projections, then what is left of each
+    sizes = [ast.unparse(size) for size in _sizes(name, rest)]  # a number of projections, then what is left of each
     numbers = [size for size in sizes[: sizes.index("-1") if "-1" in sizes else 0] if re.fullmatch(r"[2-9]", size)]
     return len(numbers) == 1 and not any(re.search(r"shape\[-1\]|size\(-1\)", size) for size in sizes)
 
 
-def _called_child(node: ast.AST) -> str | None:
+def _sizes(view: str, rest: list[ast.AST]) -> list[ast.AST]:
+    """Those that a view's operands ask for, but for the first dimension's."""
+    sizes = rest[view == "unflatten" :]
+    sizes = sizes[0].elts if len(sizes) == 1 and isinstance(sizes[0], ast.Tuple | ast.List) else sizes
+    return sizes[view != "unflatten" :]
+
+
+def _called_child(node: ast.AST | None) -> str | None:
     """The name of the child that an expression calls: "up" of self.up(x)."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     return called.removeprefix("self.") if re.fullmatch(r"self\.\w+", called) else None
