@@ -170,6 +170,21 @@ def frozen_but_for_one(run):
 
 
 @scenario
+def interrupted(run):
+    """In a forward, of which torch tells no hook: before a backward, and between it and the step."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for step, x in enumerate(run.data):
+        for fails in (True, False) if step != 1 else (False, True):
+            handle = run.model.layers[1].register_forward_pre_hook(interrupt) if fails else contextlib.nullcontext()
+            with handle, pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+                run.backward(x)
+        run.step()
+
+
+@scenario
 def changed_between_forward_and_backward(run):
     """What nobody should do is what torch does with it: gradients at the old weights, where nothing needs them."""
     for x in run.data:

@@ -158,6 +158,8 @@ class Engine:
 
     def enter(self, unit: "Unit"):
         """Called before each forward of a unit. The first one of a forward begins an iteration."""
+        if self._forwards and unit is self.root and not backward_runs() and self._changed():
+            self.end()  # a step since a forward that an interrupt has ended, of which no hook tells
         if self._forwards == 0 and not backward_runs():
             if unit is self.root:
                 if not self._fresh or self._changed():
@@ -278,6 +280,7 @@ class Engine:
         evaluated: a forward without gradients has ended, after which averages of the weights may be swapped for them
             through `.data`, whose writes torch doesn't count. What stays then is what reshard_after_forward=False says.
         """
+        self._forwards = 0  # those that run, or an interrupt has ended, have lost what they had
         for unit in self.units:
             unit.close(stays=not self._reduced and (not evaluated or unit.reshard_after_forward is False))
         self._reduced = False
