@@ -152,6 +152,30 @@ def test_parallelize_is_exact_on_integers(ctx):
     assert torch.equal(model[4].bias.grad.cpu(), model[4].shard(want_grads["4.bias"], 0))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_splits_a_module_that_occurs_twice_once(ctx, words):
+    """As the one block of all layers of an ALBERT, or a linear that two modules have."""
+    torch.manual_seed(0)
+    block = nn.Sequential(collections.OrderedDict(up=nn.Linear(4, 6), act=nn.GELU(), down=nn.Linear(6, 4)))
+    other = nn.Sequential(collections.OrderedDict(up=block.up, act=nn.Tanh(), down=nn.Linear(6, 4)))
+    model = nn.Sequential(block, nn.LayerNorm(4), block, other).to(ctx.device)
+    x, twin = normal((3, 4), torch.float32, 1, device=ctx.device), copy.deepcopy(model)
+    if words[0] == "column":
+        with pytest.raises(ValueError, match="'0.up' and '3.up' are one module"):
+            parallelize(model, {"0.up": "column", "3.up": "row"}, ctx)
+    parallelize(model, {"*.up": words[0], "*.down": words[1]}, ctx)
+    assert model[3].up is model[0].up is model[2].up
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(model(x), twin(x))
+    assert model.state_dict().keys() == twin.state_dict().keys()
+
+
 class Heads(nn.Module):
     """A norm over the heads between a column and a row layer: [s, b, HIDDEN] -> the same."""
 

@@ -240,8 +240,12 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
             layers[name] = STYLES[style].from_linear(model.get_submodule(name), mesh=ctx, **options)
         except (ValueError, TypeError) as error:
             raise type(error)(f"parallelize: {name!r}: {error}") from error
+    places = {}  # of each module, which may have several
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(path)
     for name, layer in layers.items():
-        model.set_submodule(name, layer)
+        for path in places[model.get_submodule(name)]:
+            model.set_submodule(path, layer)
     call_layers(model)
     for module in summed.values():
         ReplicatedParameters(module, ctx.name, sum_gradients=True)
@@ -255,7 +259,7 @@ def _match(model: nn.Module, plan, float8) -> dict[str, tuple[str, dict]]:
     """Module name -> (style, options), by the plan. Raises ValueError or TypeError if it doesn't fit the model."""
     _check_plan(model, plan)
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    matched, styles = {}, {}
+    matched, styles, first = {}, {}, {}
     for pattern, value in plan.items():
         options = dict(value) if isinstance(value, Mapping) else {"style": value}
         style = options.pop("style", None)
@@ -271,8 +275,12 @@ def _match(model: nn.Module, plan, float8) -> dict[str, tuple[str, dict]]:
         hits = fnmatch.filter(names, pattern)
         _check_hits(pattern, hits, names, matched)
         for name in hits:
-            styles[name] = style, options
             linear = model.get_submodule(name)
+            if (before := first.setdefault(linear, name)) != name:  # of a module that occurs twice
+                if styles[before] != (style, options):
+                    raise ValueError(f"parallelize: {before!r} and {name!r} are one module; give both the same style")
+                continue
+            styles[name] = style, options
             kind = type(linear)
             if STYLES[style] and kind is not nn.Linear and recipe_in(linear) is None:
                 raise TypeError(
@@ -316,7 +324,7 @@ def _check_swappable(model: nn.Module, name: str):
     linear = model.get_submodule(name)
     own = {id(parameter) for parameter in linear.parameters()}
     tied = [other for other, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own]
-    others = [other for other in tied if other.rpartition(".")[0] != name]
+    others = [other for other in tied if model.get_submodule(other.rpartition(".")[0]) is not linear]
     if others:
         raise ValueError(
             f"parallelize: {name!r} shares its parameters with {', '.join(others)}, which would keep the full ones; "
