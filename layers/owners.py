@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm.errors import LeaseError
-from tkernels.layers.marks import is_split
+from tkernels.layers.marks import RANKS, is_split
 
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 _INSTEAD = "tkernels_instead"  # on a parameter in whose place another is trained: an _Instead
@@ -85,8 +85,12 @@ def not_elementwise(optimizer_class: Callable) -> str | None:
 
 
 def check_elementwise(caller: str, optimizer_class: Callable, parameters):
-    """Raises ValueError for an optimizer that would take this rank's plain parts of parameters for whole ones."""
-    if (kind := not_elementwise(optimizer_class)) and any(map(is_split, parameters)):
+    """Raises ValueError for an optimizer that would take this rank's plain parts of parameters for whole ones.
+
+    A subclass may know of parts.
+    """
+    kind = getattr(getattr(optimizer_class, "func", optimizer_class), "__name__", None)
+    if kind in NOT_ELEMENTWISE and any(is_split(each) and hasattr(each, RANKS) for each in parameters):
         raise ValueError(
             f"{caller}: {kind} looks at whole parameters, but of some (tensor_model_parallel) each rank has a part, so "
             f"that ranks would step in other ways; split the model by parallelize_module, whose DTensors are whole to "
