@@ -318,7 +318,7 @@ class GradReadyHooks:
                 pass  # what kernels add on this stream, and report afterwards, comes behind the last tenancy
             held = self._held[bucket] = _Held(stream)
         held.gradients.append((gradient, grad))
-        held.num_bytes += grad.nbytes
+        held.num_bytes += grad.nbytes if grad.layout is torch.strided else HELD_BYTES
         if again or held.num_bytes >= HELD_BYTES or self._passes() is None:
             self._place(bucket, again)
 
