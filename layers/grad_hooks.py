@@ -1,14 +1,15 @@
 """Detects when the gradients of a bucket are complete: by hooks on parameters, and by reports from fused kernels.
 
-A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is after the hook
-of this module, on the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node. That is the
-stream of the forward as long as nothing holds the node. Nothing here does, so every forward makes a new one. Small
-gradients of one stream are held until there are HELD_BYTES of them, or the bucket is complete, and are added by one
-kernel: on a GPU one kernel and one event for each takes the host several times as long as its backward. A fused or
+A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is the hook of
+this module, on the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node. That is the
+stream of the forward as long as nothing holds the node. Nothing here does, so every forward makes a new one. A fused or
 deferred kernel is launched elsewhere: before the hook, after it, or without one. It reports the gradient itself:
 `with hooks.writing(param, stream)` around the launch, or `hooks.produced(param, stream)` after it. For such a gradient
 the time at which the hook fires carries no information. A layer that only sets `param.grad_added_to_main_grad` is
 assumed to have launched its kernel on the hook's stream.
+
+What hooks are given they hold, by bucket, until there are HELD_BYTES of one stream or the bucket is complete, and add
+it by one kernel on that stream: a kernel and an event for each takes the host longer than a small layer's backward.
 
 How often a gradient is produced depends on the graph: a layer that is used in two checkpoints produces it twice. So the
 first pass only counts. In later passes a bucket is complete once each of its parameters has reached its count, which is

@@ -97,11 +97,11 @@ class OverlappedDDP(nn.Module):
     comm_stream: default: that of all data parallelism over these ranks. dev: the module that provides streams; default:
         torch's module of the parameters' device.
 
-    A gradient is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
-    `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of `no_sync` reduces: all ranks
-    must run the same number of them. One that fails discards the gradients since the last step. Buffers are not
-    synchronised; batch norms are warned of. Hooks that users register see a rank's own gradient; an optimizer's step in
-    one raises LeaseError.
+    Gradients are added to `main_grad` once autograd has produced them, small ones of a bucket together. Fused and
+    deferred kernels add to `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of
+    `no_sync` reduces: all ranks must run the same number of them. One that fails discards the gradients since the last
+    step. Buffers are not synchronised; batch norms are warned of. Hooks that users register see a rank's own gradient;
+    an optimizer's step in one raises LeaseError.
 
     Raises ValueError or TypeError for options or parameters that are not supported, MismatchError if ranks disagree on
     parameters or options; on every rank, whichever it concerns.
