@@ -204,6 +204,7 @@ class Group:
             meeting = f"tkernels/{self.name}/meeting {self._number}"
         number = _meetings[self._key] = _meetings[self._key] + 1
         name_late = functools.partial(self._name_late, store, number, f"{call} ({line})")
+        name_late = functools.cache(name_late)  # which says it once
         if store is not None:
             with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
                 store.set(f"{self._key}/{self.rank}", json.dumps([number, meeting, call, line]))

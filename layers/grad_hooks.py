@@ -37,6 +37,7 @@ import torch
 from tkernels.comm.arguments import check_tensors, check_type
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing, current_stream
+from tkernels.layers.lease import num_holders
 from tkernels.layers.owners import disown, own, owner_of, remove_owners, weakly
 
 HELD_BYTES = 4 << 20  # of gradients of a bucket that wait to be added to its buffer together
@@ -227,9 +228,11 @@ class GradReadyHooks:
                 f"alone, so that it began with the last gradient; launch the kernel inside of "
                 f"grad_ready_hooks(param).writing(param), or begin the pass by the wrapper's zero_grad()"
             )
-        lease, _ = self._lease(gradient)
+        lease, again = self._lease(gradient)
         stream = current_stream(lease.dev) if stream is None else stream
         lease.written_by(EventCompletion(stream, capturing(lease.dev)))
+        if again:
+            self._place(gradient.bucket, again)  # what is held of this parameter comes behind the kernel
         self._count(gradient, by_hook=False)
         self._arrived(gradient)
 
@@ -277,8 +280,8 @@ class GradReadyHooks:
 
     def zero_blank(self, stream=None):
         """Zero on `stream` (None: the current one) what has had no gradient in this pass, and was not zero before."""
+        self.place_held()
         for bucket in self._of:
-            self._place(bucket)
             self._zero_all(bucket, stream)
 
     def relearn(self):
@@ -309,38 +312,48 @@ class GradReadyHooks:
             self._count(gradient, by_hook=True)
 
     def _hold(self, gradient: _Gradient, grad: torch.Tensor):
-        """Add a gradient of the current stream to its bucket, together with others of this stream."""
+        """Add a gradient of the current stream to its bucket: with others of this stream, if its memory is its own.
+
+        Else somebody may write there, as a function that returns one buffer in each backward.
+        """
         bucket = gradient.bucket
-        lease, again = self._lease(gradient)
-        stream, held = current_stream(lease.dev), self._held.get(bucket)
-        if held is None or again or held.stream != stream:
+        with self._lock:
+            lease, again = self._lease(gradient)
+            stream, held = current_stream(lease.dev), self._held.get(bucket)
+            if held is None or again or held.stream != stream:
+                self._place(bucket)
+                with lease.write(stream):
+                    pass  # what kernels add on this stream, and report afterwards, comes behind the last tenancy
+                held = self._held[bucket] = _Held(stream)
+            held.gradients.append((gradient, grad))
+            held.num_bytes += grad.nbytes if _has_own_memory(grad) else HELD_BYTES
+            if again or held.num_bytes >= HELD_BYTES or self._passes() is None:
+                self._place(bucket, again)
+
+    def place_held(self):
+        """Add what is held."""
+        for bucket in list(self._held):
             self._place(bucket)
-            with lease.write(stream):
-                pass  # what kernels add on this stream, and report afterwards, comes behind the last tenancy
-            held = self._held[bucket] = _Held(stream)
-        held.gradients.append((gradient, grad))
-        held.num_bytes += grad.nbytes if grad.layout is torch.strided else HELD_BYTES
-        if again or held.num_bytes >= HELD_BYTES or self._passes() is None:
-            self._place(bucket, again)
 
     def _place(self, bucket, again: bool = False):
         """Add what is held of a bucket to its buffer. again: behind all that was added before."""
-        if (held := self._held.pop(bucket, None)) is None:
-            return
-        lease, copied, added = bucket.lease, ([], []), ([], [])
-        with lease.dev.stream(held.stream), lease.write(held.stream, ordered=again):
-            for gradient, grad in held.gradients:
-                main_grad, blank = gradient.param.main_grad, gradient.blank
-                if blank and grad.layout is not torch.strided:
-                    main_grad.zero_()
-                    blank = False
-                gradient.blank = False
-                for tensors, each in zip(copied if blank else added, (main_grad, grad), strict=True):
-                    tensors.append(each)
-            if copied[0]:
-                torch._foreach_copy_(*copied)
-            if added[0]:
-                torch._foreach_add_(*added)
+        with self._lock:
+            if (held := self._held.pop(bucket, None)) is None:
+                return
+            lease, copied, added = bucket.lease, ([], []), ([], [])
+            with lease.dev.stream(held.stream), lease.write(held.stream, ordered=again):
+                for gradient, grad in held.gradients:
+                    main_grad, blank = gradient.param.main_grad, gradient.blank
+                    if blank and grad.layout is not torch.strided:
+                        main_grad.zero_()
+                        blank = False
+                    gradient.blank = False
+                    for tensors, each in zip(copied if blank else added, (main_grad, grad), strict=True):
+                        tensors.append(each)
+                if copied[0]:
+                    torch._foreach_copy_(*copied)
+                if added[0]:
+                    torch._foreach_add_(*added)
 
     def _report(self):
         bucket = self._unreported[0]
@@ -428,6 +441,10 @@ class GradReadyHooks:
         self._learned = True
         for gradient in gradients:
             gradient.expected = max(gradient.count, gradient.expected)
+
+
+def _has_own_memory(grad: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and num_holders(grad.untyped_storage()._cdata) == 1
 
 
 def _take_off(handles: list):

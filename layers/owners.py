@@ -87,10 +87,12 @@ def not_elementwise(optimizer_class: Callable) -> str | None:
 def check_elementwise(caller: str, optimizer_class: Callable, parameters):
     """Raises ValueError for an optimizer that would take this rank's plain parts of parameters for whole ones.
 
-    A subclass may know of parts.
+    That of torch and transformers: another, or a subclass, may know of parts.
     """
-    kind = getattr(getattr(optimizer_class, "func", optimizer_class), "__name__", None)
-    if kind in NOT_ELEMENTWISE and any(is_split(each) and hasattr(each, RANKS) for each in parameters):
+    optimizer_class = getattr(optimizer_class, "func", optimizer_class)
+    kind, package = (getattr(optimizer_class, name, "") for name in ("__name__", "__module__"))
+    known = kind in NOT_ELEMENTWISE and package.partition(".")[0] in ("torch", "transformers")
+    if known and any(is_split(each) and hasattr(each, RANKS) for each in parameters):
         raise ValueError(
             f"{caller}: {kind} looks at whole parameters, but of some (tensor_model_parallel) each rank has a part, so "
             f"that ranks would step in other ways; split the model by parallelize_module, whose DTensors are whole to "

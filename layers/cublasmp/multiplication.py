@@ -8,6 +8,7 @@ keeps plans by context and problem, whose `totals` are alike on all ranks, so th
 import contextlib
 import dataclasses
 import logging
+import pickle
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -132,7 +133,11 @@ def _everyones(ctx: Context, request: _Request | Exception) -> list:
     if isinstance(request, Exception):
         return ctx.group.gather(request)
     options = dataclasses.replace(request.problem.options, logger=None)  # it is local to this rank
-    totals = repr(request.problem.totals)  # not every key can be sent
+    totals = request.problem.totals
+    try:
+        pickle.dumps(totals)
+    except Exception:  # not every key can be sent
+        totals = repr(totals)
     return ctx.group.gather((request.problem._replace(options=options, totals=totals), request.scalars))
 
 

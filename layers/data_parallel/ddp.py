@@ -523,7 +523,9 @@ class OverlappedDDP(nn.Module):
             return
         self._stream = current_stream(self.dev)
         self._due |= self._sync
-        if not self.hooks.waiting:
+        if self.hooks.waiting:
+            self.hooks.place_held()
+        else:
             self._end_pass()
 
     def _end_pass(self):

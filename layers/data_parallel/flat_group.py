@@ -176,11 +176,12 @@ class FlatGroup:
 
     def pack(self, grads: list[torch.Tensor | None], layout: FlatLayout, buffer: torch.Tensor):
         """Copy gradients to their places in the buffer [n]; one that is None counts as zero."""
-        for grad, view in zip(grads, layout.views(buffer), strict=True):
-            if grad is None:
-                view.zero_()
-            elif grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
+        pairs = list(zip(layout.views(buffer), grads, strict=True))
+        elsewhere = [(view, grad) for view, grad in pairs if grad is not None and grad.data_ptr() != view.data_ptr()]
+        if missing := [view for view, grad in pairs if grad is None]:
+            torch._foreach_zero_(missing)
+        if elsewhere:
+            torch._foreach_copy_(*map(list, zip(*elsewhere, strict=True)))
 
     def forget_gradients(self):
         """Discard whole gradients, and the masters'."""

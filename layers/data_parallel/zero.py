@@ -420,10 +420,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         As in torch's optimizers, its tensors are those in use: copy.deepcopy it to be able to go back to it after more
         steps.
         """
+        own = self.optimizer.state_dict()
         part = {
             "layout": self._layout,
-            "optimizer": self.optimizer.state_dict(),
-            "num_states": len(self.optimizer.state),
+            "optimizer": own,
+            "num_states": len(own["state"]),
             "masters": [bucket.flat for bucket in self._buckets],
             "loss_scale": (self.loss_scale, self._steps_at_scale),
         }

@@ -1,6 +1,7 @@
 """check_heads: refuses plans after which an attention's code would take a rank's features apart in a wrong way."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -11,6 +12,7 @@ from torch import nn
 from tkernels.layers.marks import is_split
 
 HEADS = r"\w*heads?"  # names of attributes that count heads
+_SIZE = r"(^|_)(d|dim|size|width|channels|features)(_|$)|per_(\w+_)?head"  # but for those that say how large one is
 _GATHER = "give what it splits 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
 _FUNCTIONS = "torch", "F", "functional", "nn.functional", "einops", "self"  # modules, whose names stand before one
 VIEWS = frozenset({"view", "reshape", "unflatten", "rearrange"})  # what takes features apart
@@ -80,8 +82,7 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
     for path, names in siblings.items():
         module, by_config = model.get_submodule(path), not set(names).isdisjoint(attentions)
         features = [getattr(model.get_submodule(name), "out_features", 0) for name in names]
-        sizes = [size for name, size in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)]
-        sizes = [size for size in sizes if type(size) is int]
+        sizes = _sizes_of_a_head(module)
         own = {each.rpartition(".")[2] for each in names}
         by_name = _heads_in_views(type(module))
         counts = {name for child, name in _counted(type(module)) if child in own}  # in so many parts, of any size
@@ -114,7 +115,18 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
 
 
 def _counts_heads(name: str) -> bool:
-    return re.fullmatch(HEADS, name.rpartition(".")[2]) is not None
+    name = name.rpartition(".")[2]
+    return re.fullmatch(HEADS, name) is not None and not re.search(_SIZE, name)
+
+
+def _sizes_of_a_head(module: nn.Module) -> list[int]:
+    """What attributes and properties of a module, by their names, say of the features of one head."""
+    found = []
+    for name in dir(module):
+        if "head" in name and not _counts_heads(name):
+            with contextlib.suppress(Exception):  # whatever a property may raise
+                found.append(getattr(module, name))
+    return [size for size in found if type(size) is int]
 
 
 def _value(module: nn.Module, name: str):
@@ -192,7 +204,8 @@ def _taken_apart(kind: type) -> set[tuple[str, str | None]]:
     found = set()
     for child, node, name, rest, keywords, several, _ in _operations(kind):
         # A number of features, as those of a head, makes as many pieces as there are, unless these have names.
-        counted = name != "split" or several or not isinstance(rest[0], ast.Name | ast.Attribute)
+        number = rest[0] if rest else keywords.get("split_size")
+        counted = name != "split" or several or not isinstance(number, ast.Name | ast.Attribute)
         if counted and _splits(name, rest, keywords):
             found.add((child, None))
         elif by := _called_child(node):
@@ -277,8 +290,8 @@ class _FirstTurns(ast.NodeTransformer):
 
     def visit_Call(self, node):
         node = self.generic_visit(node)
-        if getattr(node.func, "id", None) == "map" and isinstance(node.args[0], ast.Lambda):
-            function = node.args[0]
+        function = node.args[0] if getattr(node.func, "id", None) == "map" and len(node.args) > 1 else None
+        if isinstance(function, ast.Lambda) and function.args.args:
             function.body = self._turn(function.body, ast.Name(function.args.args[0].arg), node.args[1])
         return node
 
