@@ -510,6 +510,35 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
         ddp.remove()
 
 
+class InOneBuffer(torch.autograd.Function):
+    """x * w, whose backward has the gradient of w where the next call of it has its own."""
+
+    buffer = torch.zeros(4)
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        buffer = InOneBuffer.buffer = InOneBuffer.buffer.to(x.device)
+        return dy * 3, buffer.copy_(dy * x).view(4)
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_adds_a_gradient_before_others_write_to_its_memory(ctx):
+    model = nn.ParameterList(torch.full((4,), value, device=ctx.device) for value in (1.0, 2.0))
+    ddp = OverlappedDDP(model, mesh=ctx)
+    x = torch.arange(4.0, device=ctx.device)
+    for _ in range(2):
+        ddp.zero_grad()
+        InOneBuffer.apply(InOneBuffer.apply(x, model[0]), model[1]).sum().backward()
+        ddp.finish_grad_sync()
+        assert model[1].grad.tolist() == x.tolist() and model[0].grad.tolist() == (3 * x).tolist()
+
+
 @pytest.mark.ranks(2)
 def test_overlapped_ddp_warns_of_shards_whose_gradients_torchs_clipping_has_changed(ctx):
     model, x = exact_model().to(ctx.device), torch.ones(1, 8, device=ctx.device)
@@ -1574,6 +1603,12 @@ def test_overlapped_ddp_a_bucket_is_reduced_while_backward_goes_on(form, monkeyp
     sim.run(starve=["main"])
     adds = [index for index, name in enumerate(sim.log) if name == "_foreach_add_"]
     assert len(adds) == 2 and (sim.log.index("all_reduce") < adds[1]) == overlapped
+
+
+@pytest.fixture(autouse=True)
+def gradients_in_a_simulation_have_their_own_memory(monkeypatch):
+    """Which the simulator keeps beside."""
+    monkeypatch.setattr(grad_hooks, "_has_own_memory", lambda grad: True)
 
 
 @pytest.mark.parametrize("held, kernels", [(grad_hooks.HELD_BYTES, 1), (0, 2)])

@@ -9,6 +9,7 @@ from streams import Simulator
 from torch.utils.checkpoint import checkpoint
 
 from tkernels.comm import LeaseError
+from tkernels.layers import grad_hooks
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.lease import Slot
 
@@ -281,6 +282,29 @@ def test_grad_ready_hooks_gradients_of_one_parameter_are_in_order_whatever_strea
     sim.check()
     sim.run(starve=["one", "two"])
     assert total.tolist() == [3.0] * 2 and written(hooks)
+
+
+def test_grad_ready_hooks_add_what_they_hold_behind_a_kernel_that_has_added_to_the_same(monkeypatch):
+    monkeypatch.setattr(grad_hooks, "_has_own_memory", lambda grad: True)  # which a simulator keeps
+    sim, passes = Simulator(), Passes()
+    with sim:
+        bucket, params = Bucket("1", sim), [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        for param in params:
+            param.main_grad = torch.zeros(2)
+        hooks = GradReadyHooks(params, lambda bucket: None, buckets=[bucket] * 2, passes=passes)
+        side = sim.Stream("side")
+        (params[0] * 2.0).sum().backward()  # is held
+        side.wait_event(sim.current_stream().record_event())
+        with sim.stream(side):
+            params[0].main_grad.add_(1.0)
+        hooks.produced(params[0], side)
+        (params[1] * 2.0).sum().backward()
+        hooks.flush()
+        with bucket.lease.read():
+            total = params[0].main_grad.clone()
+    sim.check()
+    sim.run(starve=["side"])
+    assert total.tolist() == [3.0] * 2
 
 
 def test_grad_ready_hooks_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fires():
