@@ -6,6 +6,8 @@ import functools
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import nn
 
@@ -202,14 +204,14 @@ def _taken_apart(kind: type) -> set[tuple[str, str | None]]:
     of the last dimension, each with None, or with the name of the child that it passes them to. "": its own input.
     """
     found = set()
-    for child, node, name, rest, keywords, several, _ in _operations(kind):
+    for each in _operations(kind):
         # A number of features, as those of a head, makes as many pieces as there are, unless these have names.
-        number = rest[0] if rest else keywords.get("split_size")
-        counted = name != "split" or several or not isinstance(number, ast.Name | ast.Attribute)
-        if counted and _splits(name, rest, keywords):
-            found.add((child, None))
-        elif by := _called_child(node):
-            found.add((child, by))
+        number = each.others[0] if each.others else each.keywords.get("split_size")
+        counted = each.name != "split" or each.several or not isinstance(number, ast.Name | ast.Attribute)
+        if counted and _splits(each.name, each.others, each.keywords):
+            found.add((each.child, None))
+        elif by := _called_child(each.call):
+            found.add((each.child, by))
     return found
 
 
@@ -219,24 +221,36 @@ def _counted(kind: type) -> set[tuple[str, str]]:
     these have, each with the attribute's: ("q", "n_head") of self.q(x).view(b, t, self.n_head, -1).
     """
     found = set()
-    for child, _, name, rest, keywords, _, attributes in _operations(kind):
-        if name == "rearrange":  # "b t (h d) -> b h t d", with h=self.n_head
-            pattern = re.search(r"\((\w+) (\w+)\) *->", ast.unparse(rest[0])) if rest else None
-            number = keywords.get(pattern[1]) if pattern and pattern[2] not in keywords else None
+    for each in _operations(kind):
+        if each.name == "rearrange":  # "b t (h d) -> b h t d", with h=self.n_head
+            pattern = re.search(r"\((\w+) (\w+)\) *->", ast.unparse(each.others[0])) if each.others else None
+            number = each.keywords.get(pattern[1]) if pattern and pattern[2] not in each.keywords else None
         else:
-            *_, number, last = (None, None, *(_sizes(name, rest) if name in VIEWS else ()))
+            *_, number, last = (None, None, *(_sizes(each.name, each.others) if each.name in VIEWS else ()))
             number = number if last is not None and ast.unparse(last) == "-1" else None
-        number = attributes.get(getattr(number, "id", None), number)
+        number = each.attributes.get(getattr(number, "id", None), number)
         if isinstance(number, ast.Attribute) and ast.unparse(number).startswith("self."):
-            found.add((child, ast.unparse(number).removeprefix("self.")))
+            found.add((each.child, ast.unparse(number).removeprefix("self.")))
     return found
 
 
-def _operations(kind: type):
-    """The calls in a module's code of which the first operand is what a child has returned, or its own input: (the
-    child's name or "", the call, its name, its other operands, its keywords, whether what it returns gets several
-    names, the attributes that names stand for).
+class _Operation(NamedTuple):
+    """A call in a module's code of which the first operand is what a child has returned, or the module's own input.
+
+    child: its name, or "". name: of what is called. several: whether what it returns gets several names. attributes:
+    what names stand for.
     """
+
+    child: str
+    call: ast.Call
+    name: str | None
+    others: list[ast.AST]
+    keywords: dict[str, ast.AST]
+    several: bool
+    attributes: dict[str, ast.Attribute | None]
+
+
+def _operations(kind: type) -> Iterator[_Operation]:
     for method in _methods(kind):
         if not isinstance(method, ast.FunctionDef):
             continue
@@ -267,7 +281,7 @@ def _operations(kind: type):
             child = _called_child(source) or made.get(getattr(source, "id", None))
             if child is not None:
                 keywords = {each.arg: each.value for each in node.keywords}
-                yield child, node, name, rest, keywords, node in several, attributes
+                yield _Operation(child, node, name, rest, keywords, node in several, attributes)
 
 
 class _FirstTurns(ast.NodeTransformer):
