@@ -56,6 +56,7 @@ from tkernels.comm import (
 )
 from tkernels.comm import group as meetings
 from tkernels.comm.collectives import all_reduce
+from tkernels.comm.context import _options
 from tkernels.testing.compare import integers
 
 
@@ -476,6 +477,16 @@ def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
             tkernels.init(heap_bytes=1 << 20, **options)
         assert told in message_on_every_rank(ctx, e.value)
     assert resources() == before
+
+
+@pytest.mark.parametrize("pool, heap", [(None, 2 << 30), (1 << 30, 1 << 30)])
+def test_init_takes_no_larger_heap_than_the_pool_unless_it_is_told(pool, heap, monkeypatch):
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+    monkeypatch.delenv("TKERNELS_POOL_BYTES", raising=False)
+    if pool is not None:
+        monkeypatch.setenv("TKERNELS_POOL_BYTES", str(pool))
+    assert _options("auto", 60.0, 4, None, None)["heap_bytes"] == heap
+    assert _options("auto", 60.0, 4, 3 << 30, None)["heap_bytes"] == 3 << 30
 
 
 @pytest.mark.ranks(2)

@@ -1262,6 +1262,12 @@ def test_overlapped_ddp_of_several_models_in_one_optimizer_are_gathered_in_one_o
 # The order of streams, in the simulator
 
 
+@pytest.fixture(autouse=True)
+def gradients_in_a_simulation_have_their_own_memory(monkeypatch):
+    """The simulator keeps what its kernels read, so that it would count as another's. Ranks are other processes."""
+    monkeypatch.setattr(grad_hooks, "_has_own_memory", lambda grad: True)
+
+
 class SimulatedWire(Wire):
     """The collectives of rank 0 of two, as kernels of the simulator; the other rank has what this one has."""
 
@@ -1603,12 +1609,6 @@ def test_overlapped_ddp_a_bucket_is_reduced_while_backward_goes_on(form, monkeyp
     sim.run(starve=["main"])
     adds = [index for index, name in enumerate(sim.log) if name == "_foreach_add_"]
     assert len(adds) == 2 and (sim.log.index("all_reduce") < adds[1]) == overlapped
-
-
-@pytest.fixture(autouse=True)
-def gradients_in_a_simulation_have_their_own_memory(monkeypatch):
-    """Which the simulator keeps beside."""
-    monkeypatch.setattr(grad_hooks, "_has_own_memory", lambda grad: True)
 
 
 @pytest.mark.parametrize("held, kernels", [(grad_hooks.HELD_BYTES, 1), (0, 2)])
