@@ -1,7 +1,8 @@
 """Times training steps under data-parallel systems: python -m bench.sharding [--ranks R] [--json PATH], from the root.
 
-A Llama of a few blocks, a sequence a rank, AdamW (fused on GPUs), bf16 products, fp32 parameters. A step is forward,
-backward, clipping and the update. Each system of ours stands beside torch's of the same kind:
+A Llama, a sequence a rank, AdamW (fused on GPUs), bf16 products, fp32 parameters: four wide blocks (--model wide), or
+48 narrow ones (--model deep), whose steps are as long as the host needs for them. A step is forward, backward,
+clipping and the update. Each system of ours stands beside torch's of the same kind:
 
     parameters    fully_shard                          torch's fully_shard (FSDP2), and that over our collectives (door)
     optimizer     the same, strategy="optimizer"       DistributedDataParallel and ZeroRedundancyOptimizer
@@ -25,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -44,20 +46,35 @@ from tkernels.layers.doors import fsdp2
 from tkernels.timing import agree
 
 ON_GPU = tkernels.RUNTIME == "nvshmem"
-DIM, INNER, HEADS, BLOCKS, LENGTH = (4096, 14336, 32, 4, 4096) if ON_GPU else (32, 64, 4, 2, 8)
+
+
+class Size(NamedTuple):
+    """Of a model: features of a block and inside its MLP, heads of its attention, blocks, words of a sequence."""
+
+    dim: int
+    inner: int
+    heads: int
+    blocks: int
+    length: int
+
+
+MODELS = {"wide": Size(4096, 14336, 32, 4, 4096), "deep": Size(256, 768, 4, 48, 256)}
+if not ON_GPU:
+    MODELS = {"wide": Size(32, 64, 4, 2, 8), "deep": Size(16, 32, 2, 3, 8)}
 WARMUPS, ROUNDS = (3, 3) if ON_GPU else (1, 1)
 LOSS_ERROR = 0.02  # relative, after the steps of the warm-up: bf16 products, sums in different orders
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, size: Size):
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
-        self.qkv, self.o = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.gate_up, self.down = nn.Linear(DIM, 2 * INNER, bias=False), nn.Linear(INNER, DIM, bias=False)
+        dim, inner, self.heads = size.dim, size.inner, size.heads
+        self.norms = nn.ModuleList(nn.RMSNorm(dim) for _ in range(2))
+        self.qkv, self.o = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.gate_up, self.down = nn.Linear(dim, 2 * inner, bias=False), nn.Linear(inner, dim, bias=False)
 
     def forward(self, x):
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         y = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
@@ -70,15 +87,15 @@ ADAMW = {"lr": 1e-4, "fused": ON_GPU}
 class Trained:
     """A model and its optimizer under one system. step(): forward, backward, clipping, update; returns the loss."""
 
-    def __init__(self, ctx: Context, build: Callable):
+    def __init__(self, ctx: Context, size: Size, build: Callable):
         torch.manual_seed(0)
         self.device = ctx.device
         with ctx.device:  # nine models' weights are more than a host should draw
-            model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+            model = nn.Sequential(*(Block(size) for _ in range(size.blocks)))
         self.model, self.optimizer = build(ctx, model)
         self.clip = not isinstance(self.optimizer, ZeroOptimizer)  # which clips by itself
         generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
-        self.x, self.y = torch.randn((2, 1, LENGTH, DIM), generator=generator, device=ctx.device)
+        self.x, self.y = torch.randn((2, 1, size.length, size.dim), generator=generator, device=ctx.device)
 
     def step(self) -> torch.Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -141,14 +158,14 @@ SYSTEMS = {
 }
 
 
-def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
+def measure_kind(ctx: Context, kind: str, size: Size, iterations: int) -> dict:
     """Collective. The record of one kind of system, or {"op", "shape", "refused"}."""
     samples, losses, peaks, hosts = {}, {}, {}, {}
     for _ in range(ROUNDS):
         for name, build in SYSTEMS[kind].items():
             with _alone(ctx) as own:
                 before = torch.cuda.memory_allocated() if ON_GPU else 0
-                trained = Trained(own, build)
+                trained = Trained(own, size, build)
                 for _ in range(WARMUPS):
                     losses[name] = trained.step()
                 losses[name] = losses[name].item()
@@ -172,8 +189,9 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
     if reason := agree(ctx, f"losses differ: {losses}" if off else None):
         return {**head, "refused": reason}
     everyones = ctx.group.gather((samples, peaks, hosts))
-    line = head | {"M": LENGTH * ctx.size, "N": INNER, "K": DIM, "ranks": ctx.size, "dtype": "bfloat16"}
-    line |= {"blocks": BLOCKS, "runtime": ctx.runtime, "transport": ctx.transport, "iterations": iterations * ROUNDS}
+    line = head | {"M": size.length * ctx.size, "N": size.inner, "K": size.dim, "ranks": ctx.size, "dtype": "bfloat16"}
+    line |= {"blocks": size.blocks, "runtime": ctx.runtime, "transport": ctx.transport}
+    line["iterations"] = iterations * ROUNDS
     for name in samples:
         slowest = sorted(max(of_rank) for of_rank in zip(*(theirs[0][name] for theirs in everyones), strict=True))
         line |= {
@@ -209,6 +227,7 @@ def _labels(line: dict) -> dict[str, str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = steps.parser_of("sharding", __doc__, iterations=10)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="with commas between them (default: all)")
+    parser.add_argument("--model", default="wide", choices=MODELS, help="wide or deep (default: wide)")
     args = parser.parse_args(argv)
     steps.check(parser, args)
     args.systems = args.systems.split(",")
@@ -219,7 +238,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return steps.run(args, {kind: (measure_kind, kind, args.iterations) for kind in args.systems}, table)
+    size = MODELS[args.model]
+    return steps.run(args, {kind: (measure_kind, kind, size, args.iterations) for kind in args.systems}, table)
 
 
 if __name__ == "__main__":

@@ -640,7 +640,7 @@ def test_a_summary_of_a_file_that_cannot_be_read_is_a_wrong_argument(checkout, t
 @pytest.mark.ranks(2)
 def test_sharding_is_measured_beside_torchs_and_a_wrong_loss_is_refused(ctx, checkout):
     sharding = load(checkout, "sharding")
-    line = sharding.measure_kind(ctx, "parameters", 1)
+    line = sharding.measure_kind(ctx, "parameters", sharding.MODELS["deep"], 1)
     assert line["op"] == "sharding" and line["speedup_over_torch"] == line["torch_us"] / line["ours_us"]
     ours = sharding.SYSTEMS["parameters"]["ours"]
 
@@ -649,7 +649,7 @@ def test_sharding_is_measured_beside_torchs_and_a_wrong_loss_is_refused(ctx, che
         return ours(ctx, model)
 
     sharding.SYSTEMS["parameters"]["ours"] = one_weight_is_off
-    assert "losses differ" in sharding.measure_kind(ctx, "parameters", 1)["refused"]
+    assert "losses differ" in sharding.measure_kind(ctx, "parameters", sharding.MODELS["deep"], 1)["refused"]
 
 
 @pytest.mark.ranks(2)
