@@ -15,7 +15,8 @@ A one-shot all-reduce is a reduce-scatter in which every part is the whole. A tw
 and an all-gather in one launch, sent in any of these ways. Except for copies, program p of a rank exchanges data only
 with programs p of its peers.
 
-All three ways sum in fp32 in rank order: the result has the same bits on every run and on every rank.
+All three ways sum in fp32 in rank order, multiply the sum by a factor, such as 1/R for a mean, and round it once: the
+result has the same bits on every run and on every rank.
 """
 
 import itertools
@@ -300,7 +301,7 @@ def reduce_kernel(
     gate, copied, delivered,
     parts,  # [R, PART_FIELDS]; with WHOLE, the first is every part
     chunk, num_chunks, span_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
-    call,  # see begin_call
+    call, factor,  # see begin_call; of the sums
     L, GATHER: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
@@ -342,7 +343,7 @@ def reduce_kernel(
             for each in tl.static_range(L.RANKS):  # unrolled, so that all loads are on their way at once
                 theirs = tl.where(each == rank, x + start, mail.memory + each * part_stride)
                 total += tl.load(theirs + at, mask=at < last, other=0.0).to(tl.float32)
-            tl.store(own + at, total.to(out.dtype.element_ty), mask=at < last)
+            tl.store(own + at, (total * factor).to(out.dtype.element_ty), mask=at < last)
         if GATHER:
             if L.COPIED:
                 span = index // span_chunks
@@ -408,7 +409,7 @@ def packets_kernel(
     x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; WHOLE, GATHER: [whole], [whole]
     packets, inbox_stride, source_stride, state, table, rank,  # two inboxes of `packets`, three of `lamport`
     parts,  # [R, PART_FIELDS]; with WHOLE, the first is every part
-    max_part, call,  # elements of the largest part; see begin_call
+    max_part, call, factor,  # elements of the largest part; see begin_call; of the sums
     L, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send packets to every rank, this one included; sum those of all ranks (REDUCE), or concatenate them.
@@ -460,7 +461,7 @@ def packets_kernel(
         at = index * BLOCK + tl.arange(0, BLOCK)
         arriving = Packets(packets + index * WORDS, source_stride, epoch)
         if REDUCE:
-            total = sum_of_packets(arriving, index, net, L, DTYPE, WORDS).to(OUT)
+            total = (sum_of_packets(arriving, index, net, L, DTYPE, WORDS) * factor).to(OUT)
             if GATHER:
                 words = pack(total, OUT_WORDS)
                 for step in range(L.RANKS):
@@ -518,6 +519,7 @@ class CollectiveCall(NamedTuple):
     config: CollectiveConfig = DEFAULT
     out_dtype: torch.dtype | None = None  # of a sum, which is rounded to it once; None: that of x
     where: str | None = None  # of a gather: a name for errors, the same on all ranks
+    factor: float = 1.0  # of a sum, by which it is multiplied in fp32, before it is rounded
 
     def prepare(self, ctx: Context, x: torch.Tensor, out):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
@@ -528,7 +530,8 @@ class CollectiveCall(NamedTuple):
             raise ValueError(f"{self.operation}: max_programs={self.max_programs} must be positive")
         rows, shape, dtype, first_row = self.result(ctx, x)
         check = plan_check_out(self.operation, x, out, shape, dtype, first_row * math.prod(x.shape[1:]))
-        launch = (lambda x, out: out.copy_(x)) if ctx.size == 1 else self.bind(ctx, x, out, rows, dtype)
+        alone = ctx.size == 1
+        launch = (lambda x, out: times(x, self.factor, out)) if alone else self.bind(ctx, x, out, rows, dtype)
 
         def run(x, out):
             if check is None:
@@ -555,7 +558,7 @@ class CollectiveCall(NamedTuple):
         def bind_piece(piece):
             sizes = [min(max(part - piece.start, 0), step) for part in parts]
             starts = [start + piece.start for start in starts_of(parts)]
-            return bind(_Parts(ctx, sizes, x, out, dtypes, self.max_programs, starts), config)
+            return bind(_Parts(ctx, sizes, x, out, dtypes, self.max_programs, starts, factor=self.factor), config)
 
         if len(pieces) == 1:
             return bind_piece(pieces[0])
@@ -582,6 +585,7 @@ class CollectiveCall(NamedTuple):
 
     def shared_sum(self, x: torch.Tensor) -> dict:
         same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
+        same |= {"factor": self.factor} if self.factor != 1 else {}
         return same | {"max_programs": self.max_programs, "config": self.config}
 
     def sum_dtype(self, x: torch.Tensor) -> torch.dtype:
@@ -657,6 +661,7 @@ def reduce_scatter(
     max_programs: int = MAX_PROGRAMS,
     out_dtype: torch.dtype | None = None,
     config: CollectiveConfig = DEFAULT,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """Collective. Sums x [M, ...] over ranks, in fp32 in rank order, and returns this rank's rows [M/R, ...].
 
@@ -664,7 +669,8 @@ def reduce_scatter(
     peer: each element is read and written by one program. What three quarters of the context's heap can't receive is
     summed in pieces of an 8th or a 16th of it. The other options are those of `CollectiveCall`.
     """
-    return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, config, out_dtype), x, out)
+    rows = None if rows is None else tuple(rows)
+    return ctx.call(ReduceScatter(rows, max_programs, config, out_dtype, factor=factor), x, out)
 
 
 class ReduceScatter(CollectiveCall):
@@ -731,6 +737,7 @@ def all_reduce(
     out_dtype: torch.dtype | None = None,
     config: CollectiveConfig = DEFAULT,
     max_programs: int = ALONE_PROGRAMS,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """Collective. Sums x over ranks, in fp32 in rank order; fp32, fp16, bf16. The same bits on every rank.
 
@@ -741,7 +748,7 @@ def all_reduce(
     MOST_UNALIGNED_BYTES on the elements behind the last whole vector of 16 bytes are one piece.
     The other options are those of `CollectiveCall`.
     """
-    return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
+    return ctx.call(AllReduce(None, max_programs, config, out_dtype, factor=factor), x, out)
 
 
 class AllReduce(CollectiveCall):
@@ -786,10 +793,10 @@ class AllReduce(CollectiveCall):
         # MAX_PROGRAMS of them keep up with the copies; more would take SMs from what runs beside.
         of = x, out, (x.dtype, dtype), min(self.max_programs, MAX_PROGRAMS) if copied else self.max_programs
         if not copied and config.one_shot(numel * x.element_size(), ctx, numel * dtype.itemsize):
-            return _Parts(ctx, [numel] * ctx.size, *of, whole=True).reduce(OP_ALL_REDUCE, config)
+            return _Parts(ctx, [numel] * ctx.size, *of, whole=True, factor=self.factor).reduce(OP_ALL_REDUCE, config)
         edges = [min(count * vector, numel) for count in itertools.accumulate(vectors, initial=0)]
         parts = [last - first for first, last in itertools.pairwise(edges)]
-        return _Parts(ctx, parts, *of).reduce(OP_ALL_REDUCE, config, gather=True)
+        return _Parts(ctx, parts, *of, factor=self.factor).reduce(OP_ALL_REDUCE, config, gather=True)
 
 
 def barrier(ctx: Context, where: str | None = None):
@@ -844,13 +851,14 @@ class _Parts:
     A launch is a function of x and out.
     parts: elements of each rank's part. dtypes: the dtypes that x and out are moved as. out: None for a new tensor.
     starts: as in `part_table`. whole: every part is the whole of x; then `parts` has the same size for each rank.
+    factor: of sums.
     """
 
     def __init__(
         self, ctx: Context, parts: list[int], x, out, dtypes, max_programs: int, starts: list[int] | None = None,
-        whole: bool = False,
+        whole: bool = False, factor: float = 1.0,
     ):  # fmt: skip
-        self.ctx, self.parts, self.whole = ctx, parts, whole
+        self.ctx, self.parts, self.whole, self.factor = ctx, parts, whole, factor
         self.x, self.out = (torch.empty(0, dtype=dtype, device="meta") for dtype in dtypes)
         self.itemsize, out_itemsize = (dtype.itemsize for dtype in dtypes)
         self.starts = starts_of(parts) if starts is None else starts
@@ -927,7 +935,8 @@ class _Parts:
             inbox=inbox.matrix, inbox_stride=inbox.stride, part_stride=part_stride, num_counters=num_counters,
             parts=self.table, chunk=self.chunk, num_chunks=self.num_chunks, span_chunks=self.span_chunks,
             GATHER=gather, WHOLE=self.whole, landing=copied,
-            copies=self.reduced_sends(part_stride, gather) if copied else None, varying=("x", "out"), **self.options,
+            copies=self.reduced_sends(part_stride, gather) if copied else None, varying=("x", "out"),
+            factor=self.factor, **self.options,
         )  # fmt: skip
 
     def spans(self, part: int):
@@ -971,11 +980,20 @@ class _Parts:
         return ctx.bind_call(
             packets_kernel, min(self.num_programs, blocks), workspace, operation, x=self.x, out=self.out,
             packets=getattr(workspace, name), inbox_stride=getattr(workspace, f"num_{name}"),
-            source_stride=blocks * PACKET_BLOCK, parts=self.table, max_part=self.max_part,
+            source_stride=blocks * PACKET_BLOCK, parts=self.table, max_part=self.max_part, factor=self.factor,
             REDUCE=reduce, WHOLE=self.whole, GATHER=gather,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
             maxnreg=self.options["maxnreg"], varying=("x", "out"),
         )  # fmt: skip
+
+
+def times(x: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+    """x times factor, rounded once, in `out`, which may be x."""
+    if torch.promote_types(x.dtype, out.dtype) != out.dtype:
+        return torch.mul(x, factor, out=out)
+    if x is not out:
+        out.copy_(x)
+    return out if factor == 1 else out.mul_(factor)
 
 
 def plan_check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):

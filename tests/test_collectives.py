@@ -29,7 +29,7 @@ import tkernels
 from tkernels.comm import collectives, copies, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, Net, operation, put, quiet
-from tkernels.comm.errors import HeapExhaustedError
+from tkernels.comm.errors import HeapExhaustedError, MismatchError
 from tkernels.comm.workspace import LAMPORT_BYTES, PACKET_BLOCK, Workspace
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
@@ -152,6 +152,34 @@ def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
                 assert torch.equal(got, want.to(out_dtype).split(rows)[ctx.rank]), (name, num_elements, dtype)
     with pytest.raises(TypeError, match="out is torch.float16, but the result is torch.float32"):
         collectives.all_reduce(ctx, shards[0], out=shards[0].half(), out_dtype=torch.float32)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@every_transport
+def test_sums_are_multiplied_by_a_factor_before_they_are_rounded(ctx, transport):
+    ctx = over(ctx, transport)
+    for num_elements in (70, 4096, 6 * PACKET_BLOCK):
+        large = torch.full((num_elements,), 40000.0, dtype=torch.float16, device=ctx.device)  # of which two overflow
+        shards = gathered(normal, ctx, (num_elements,) * ctx.size, (), torch.float32, 7)
+        want = functools.reduce(torch.add, shards) * torch.tensor(0.3, dtype=torch.float32)  # in the order of ranks
+        rows = split_rows(num_elements, ctx.size)
+        for name, config in CONFIGS.items():
+            for of, expected, factor in [(large, large, 1 / ctx.size), (shards[ctx.rank], want, 0.3)]:
+                got = collectives.all_reduce(ctx, of.clone(), config=config, factor=factor)
+                assert torch.equal(got, expected), (name, num_elements, factor)
+                got = collectives.reduce_scatter(ctx, of.clone(), rows, config=config, factor=factor)
+                assert torch.equal(got, expected.split(rows)[ctx.rank]), (name, num_elements, factor)
+    if ctx.size == 1:  # rounded once there, too: 7 * 0.3 is 2.1
+        x, out = torch.tensor([7.0], dtype=torch.bfloat16, device=ctx.device), torch.zeros(1, device=ctx.device)
+        assert collectives.all_reduce(ctx, x, out, out_dtype=torch.float32, factor=0.3).item() == pytest.approx(2.1)
+        assert collectives.all_reduce(ctx, x, x, factor=0.3) is x and x.item() == torch.tensor(2.1).bfloat16().item()
+
+
+@pytest.mark.ranks(2)
+def test_all_reduce_by_factors_that_differ_names_them(ctx):
+    with pytest.raises(MismatchError, match="factor"):
+        collectives.all_reduce(ctx, torch.ones(8, device=ctx.device), factor=1 / (1 + ctx.rank))
+        ctx.check()
 
 
 @pytest.mark.quick

@@ -1280,12 +1280,12 @@ class SimulatedWire(Wire):
     def split(self, instances):
         return SimulatedWire(self.sim, "inside "), SimulatedWire(self.sim, "across ")
 
-    def all_reduce(self, x):
-        self.sim.launch(f"{self.name}all_reduce", lambda x, _: x.mul_(2), reads=[x], writes=[x])
+    def all_reduce(self, x, factor=1.0):
+        self.sim.launch(f"{self.name}all_reduce", lambda x, _: x.mul_(2 * factor), reads=[x], writes=[x])
 
-    def reduce_scatter(self, x, rows=None):
+    def reduce_scatter(self, x, rows=None, factor=1.0):
         own = self.part(x, rows)
-        self.sim.launch(f"{self.name}reduce_scatter", lambda _, own: own.mul_(2), reads=[x], writes=[own])
+        self.sim.launch(f"{self.name}reduce_scatter", lambda _, own: own.mul_(2 * factor), reads=[x], writes=[own])
         return own
 
     def all_gather(self, x, rows=None, where=None):

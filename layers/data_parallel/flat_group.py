@@ -21,7 +21,7 @@ from tkernels.comm import Context, LeaseError
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
-from tkernels.layers.data_parallel.wire import Wire, mean
+from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.grad_hooks import GradMark, called_last
 from tkernels.layers.owners import weakly
 
@@ -191,7 +191,7 @@ class FlatGroup:
 
     def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: FlatLayout):
         """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up."""
-        mean(buffer, self.divisor, lambda buffer: self.wire.reduce_scatter(buffer, layout.rows), sums)
+        self.wire.reduce_scatter(buffer, layout.rows, 1 / self.divisor, sums)
 
     def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor, _=None) -> bool:
         """Make these the masters' gradients, or add them to those that there are; as of ParamGroup."""

@@ -202,11 +202,11 @@ class GradBucket:
 
     def _read(self, lease: Lease, elements: int, slices: list[Slice]):
         with self.dev.stream(self.comm_stream), lease.read(self.comm_stream) as buffer:
-            flat, divisor = buffer[:elements], self.ranks if self.average else 1
+            flat, factor = buffer[:elements], 1 / self.ranks if self.average else 1
             if self._deliver is not None:
-                self._deliver(mean(flat, divisor, self._sum), slices)
+                self._deliver(mean(flat, factor, self._sum), slices)
             else:
-                self._reduce(flat if divisor == 1 else flat.div_(divisor))
+                self._reduce(flat if factor == 1 else flat.mul_(factor))
         self._reduced.update(lease.used)
 
     def _sum(self, flat: torch.Tensor) -> torch.Tensor:

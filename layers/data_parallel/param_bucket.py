@@ -25,7 +25,7 @@ from tkernels.comm.fence import current_stream
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.values import Buffer, Values
-from tkernels.layers.data_parallel.wire import Wire, mean
+from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.grad_hooks import GradMark
 from tkernels.layers.lease import Lease
 from tkernels.layers.owners import leave_in_parts
@@ -43,22 +43,18 @@ class Levels:
         self.inside, self.across = whole.split(instances) if instances > 1 else (whole, None)
         self.sharded = sharded
         self.num_shards, self.shard = (self.inside.size, self.inside.rank) if sharded else (1, 0)
-        self._divisor = whole.size if average else 1
+        self._factor = 1 / whole.size if average else 1
         # What a rank contributes of a sum over ranks, so that the next one counts it once: all that have it do so.
         self.share = (whole.size if average else 1) / (instances if sharded else whole.size)
 
     def reduce(self, grads: torch.Tensor):
         """Collective. The sum or mean over all ranks, in place; with shards, of this rank's part."""
-        mean(grads, self._divisor, self._sum_up)
-
-    def _sum_up(self, grads: torch.Tensor) -> torch.Tensor:
         if not self.sharded:
-            self.inside.all_reduce(grads)
-            return grads
-        shard = self.inside.reduce_scatter(grads)
+            self.inside.all_reduce(grads, self._factor)
+            return
+        shard = self.inside.reduce_scatter(grads, factor=self._factor)
         if self.across is not None:
             self.across.all_reduce(shard)
-        return shard
 
 
 class ParamBucket:

@@ -26,10 +26,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tkernels
-from tkernels.comm import Context
+from tkernels.comm import Context, collectives
 from tkernels.comm.capture import lasting
+from tkernels.comm.collectives import SUMMED
 from tkernels.layers.data_parallel.layout import Layout
-from tkernels.layers.data_parallel.wire import mean
 from tkernels.layers.owners import attributes, replace, untrained, weakly
 from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
 
@@ -204,6 +204,7 @@ class Parameter:
         else:
             self.whole._local_tensor = memory
 
+    @torch.no_grad()
     def widen_gradient(self):
         """Keep the whole gradient in `reduce_dtype`, in which autograd itself adds up what is yet to come."""
         grad, dtype = self.whole.grad, self.group.reduce_dtype
@@ -450,27 +451,25 @@ class ParamGroup:
 
         Returns it as it was before it was rounded, if that is what gradients are added up in.
         """
-        shard, replica = self.ranks.shard, self.ranks.replica
-
-        def sum_up(buffer):
-            total = buffer
-            if shard is not None:
-                total = sums if sums.dtype == buffer.dtype else torch.empty_like(sums, dtype=buffer.dtype)
-            for start, stop in layout.pieces(buffer.dtype):
-                piece = total[start:stop]
-                if shard is not None:
-                    tkernels.reduce_scatter(buffer[layout.ranks * start : layout.ranks * stop], out=piece, ctx=shard)
-                if replica is not None:
-                    tkernels.all_reduce(piece, out=piece, ctx=replica)
-            return total
-
-        divisor = self.ranks.size if self.divisor is None else self.divisor
+        exact = self.adds_up_wider or sums.dtype not in SUMMED
+        mean = (buffer if self.ranks.shard is None else torch.empty_like(sums, dtype=buffer.dtype)) if exact else sums
+        for start, stop in layout.pieces(buffer.dtype):
+            self._reduce_piece(buffer[layout.ranks * start : layout.ranks * stop], mean[start:stop])
+        if exact:
+            sums.copy_(mean)
         if not self.adds_up_wider:
-            mean(buffer, divisor, sum_up, sums)
             return None
-        unrounded = mean(buffer, divisor, sum_up)
-        sums.copy_(unrounded)
-        return unrounded.clone() if shard is None else unrounded  # the buffer is another stream's
+        return mean.clone() if mean is buffer else mean  # the buffer is another stream's
+
+    def _reduce_piece(self, piece: torch.Tensor, out: torch.Tensor):
+        shard, replica = self.ranks.shard, self.ranks.replica
+        factor = 1 / (self.ranks.size if self.divisor is None else self.divisor)
+        if shard is not None:
+            between = out if replica is None else torch.empty_like(out, dtype=piece.dtype)
+            collectives.reduce_scatter(shard, piece, out=between, out_dtype=between.dtype, factor=factor)
+            piece, factor = between, 1.0  # at first, since fp16 might not hold the sum
+        if replica is not None:
+            collectives.all_reduce(replica, piece, out=out, out_dtype=out.dtype, factor=factor)
 
     def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor, unrounded=None) -> bool:
         """Make these the gradients of the sharded parameters, or add them to those that there are.

@@ -55,22 +55,15 @@ def stream_beside(ctx: Context | None, dev):
 _streams = weakref.WeakKeyDictionary()  # context -> module of streams -> stream
 
 
-def mean(buffer: torch.Tensor, divisor: float, sum_up: Callable, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Collective. What `sum_up` makes of `buffer`, divided, in `out` or in place. The buffer is used up.
+def mean(buffer: torch.Tensor, factor: float, sum_up: Callable, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Collective. What `sum_up` makes of `buffer`, times a factor, in `out` or in place. The buffer is used up.
 
-    fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
+    fp16 is multiplied before the sum, which it might not hold; other dtypes after it, once.
     """
-    before = buffer.dtype == torch.float16 and divisor != 1
-    if before:
-        buffer.mul_(1 / divisor)
-    total, scale = sum_up(buffer), 1 if before else 1 / divisor
-    out = total if out is None else out
-    wider = torch.promote_types(total.dtype, out.dtype) == out.dtype != total.dtype
-    if total is not out and not wider:
-        return torch.mul(total, scale, out=out)  # rounded once
-    if wider:
-        out.copy_(total)
-    return out if scale == 1 else out.mul_(scale)
+    if before := buffer.dtype == torch.float16 and factor != 1:
+        buffer.mul_(factor)
+    total = sum_up(buffer)
+    return collectives.times(total, 1.0 if before else factor, total if out is None else out)
 
 
 class Wire:
@@ -100,12 +93,15 @@ class Wire:
         rows = [x.numel() // self.size] * self.size if rows is None else rows
         return x.narrow(0, sum(rows[: self.rank]), rows[self.rank])
 
-    def all_reduce(self, x: torch.Tensor):
-        """Collective. Replace x by its sum over ranks."""
+    def all_reduce(self, x: torch.Tensor, factor: float = 1.0):
+        """Collective. Replace x by its sum over ranks, times a factor."""
         raise NotImplementedError
 
-    def reduce_scatter(self, x: torch.Tensor, rows: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Collective. Sum over ranks into this rank's part of x, and return that part. The rest of x is undefined."""
+    def reduce_scatter(self, x: torch.Tensor, rows=None, factor: float = 1.0, out: torch.Tensor | None = None):
+        """Collective. The sum over ranks, times a factor, of this rank's part of x, in `out` or in place. x is used up.
+
+        rows: tuple[int, ...] or None.
+        """
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, rows: tuple[int, ...] | None = None, where: str | None = None):
@@ -145,15 +141,13 @@ class TkernelsWire(Wire):
                 f"use backend='torch'"
             )
 
-    def all_reduce(self, x):
-        if self.size > 1:
-            tkernels.all_reduce(x, out=x, ctx=self.ctx)
+    def all_reduce(self, x, factor=1.0):
+        collectives.all_reduce(self.ctx, x, x, factor=factor)
 
-    def reduce_scatter(self, x, rows=None):
-        own = self.part(x, rows)
-        if self.size > 1:
-            tkernels.reduce_scatter(x, rows=rows, out=own, ctx=self.ctx)
-        return own
+    def reduce_scatter(self, x, rows=None, factor=1.0, out=None):
+        own = self.part(x, rows) if out is None or out.dtype not in collectives.SUMMED else out
+        collectives.reduce_scatter(self.ctx, x, rows, own, out_dtype=own.dtype, factor=factor)
+        return own if out is None or out is own else out.copy_(own)
 
     def all_gather(self, x, rows=None, where=None):
         if self.size > 1 and where is None:
@@ -170,12 +164,19 @@ class TkernelsWire(Wire):
 class TorchWire(Wire):
     """torch.distributed's collectives. Those on parts require equal ones, so unequal parts are sent one by one."""
 
-    def all_reduce(self, x):
+    def all_reduce(self, x, factor=1.0):
+        mean(x, factor, self._all_reduce)
+
+    def _all_reduce(self, x):
         if self.size > 1:
             _follow(x)
             dist.all_reduce(x, group=self.group.process_group)
+        return x
 
-    def reduce_scatter(self, x, rows=None):
+    def reduce_scatter(self, x, rows=None, factor=1.0, out=None):
+        return mean(x, factor, functools.partial(self._reduce_scatter, rows=rows), out)
+
+    def _reduce_scatter(self, x, rows):
         own = self.part(x, rows)
         if self.size > 1:
             _follow(x)

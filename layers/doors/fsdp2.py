@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import tkernels
+from tkernels.comm import collectives
 from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import as_context
@@ -131,7 +132,7 @@ class _Gathered(dist.Work):
 
 
 class ReduceScatter(_Comm):
-    """SUM, AVG and PREMUL_SUM: summed in fp32, rounded, then scaled."""
+    """SUM, AVG and PREMUL_SUM: summed and multiplied in fp32, and rounded once."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         kind = getattr(op, "op", op)  # a ReduceOp, or one of its kinds
@@ -139,9 +140,9 @@ class ReduceScatter(_Comm):
             log_once(f"FSDP2: {kind} of {input_tensor.dtype} stays torch's; tkernels sums fp32, fp16 and bf16")
             return self.before(output_tensor, input_tensor, group, op, async_op)
         ctx = self.contexts[group]
-        tkernels.reduce_scatter(input_tensor, out=output_tensor, ctx=ctx)
-        if kind == AVG:
-            output_tensor.div_(ctx.size)
-        elif kind == PREMUL_SUM:
-            output_tensor.mul_(op.__getstate__()[1])  # (kind, factor)
+        if kind == PREMUL_SUM:
+            _, factor = op.__getstate__()
+        else:
+            factor = 1 / ctx.size if kind == AVG else 1.0
+        collectives.reduce_scatter(ctx, input_tensor, out=output_tensor, factor=factor)
         return None
