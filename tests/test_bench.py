@@ -644,9 +644,9 @@ def test_sharding_is_measured_beside_torchs_and_a_wrong_loss_is_refused(ctx, che
     assert line["op"] == "sharding" and line["speedup_over_torch"] == line["torch_us"] / line["ours_us"]
     ours = sharding.SYSTEMS["parameters"]["ours"]
 
-    def one_weight_is_off(ctx, model):
+    def one_weight_is_off(ctx, model, together):
         model[0].down.weight.data.mul_(3)
-        return ours(ctx, model)
+        return ours(ctx, model, together)
 
     sharding.SYSTEMS["parameters"]["ours"] = one_weight_is_off
     assert "losses differ" in sharding.measure_kind(ctx, "parameters", sharding.MODELS["deep"], 1)["refused"]
