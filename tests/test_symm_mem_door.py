@@ -330,3 +330,21 @@ def test_install_leaves_to_torch_the_scaled_products_it_cannot_take_and_says_why
         with symm_mem.install(ctx), mock.patch.object(symm_mem, "log_once"):
             assert (reduce(bias).float() - reduce().float() - 2 * bias.float()).abs().max() <= 1  # roundings
     ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_install_refuses_scales_of_rows_that_A_does_not_have_on_every_rank(ctx):
+    """As torch does: a part of a wrong one might fit on one rank alone, its elements in another order fit on all."""
+    group = mesh_of(ctx).get_group().group_name
+    A, A_scale, (B, _), (B_scale, _), _ = scaled_operands(ctx, (2, 4))
+    bf16, rows, of_rows = torch.bfloat16, A.flatten(0, 1), A_scale.flatten(0, 1)
+    refused = "_scaled_matmul.*: A_scale is .* must be one number, or one a row: "
+    with symm_mem.install(ctx), counted() as calls:
+        for a, scale in ((rows, of_rows[:, 0]), (rows, of_rows[:7]), (A, A_scale.transpose(0, 1))):
+            with pytest.raises(ValueError, match=refused):
+                OPS.fused_all_gather_scaled_matmul(a, [B], scale, [B_scale], 0, group, [None], [None], [bf16], [True])
+            sizes = [*a.shape[:-1], B.shape[1]]
+            with pytest.raises(ValueError, match=refused):
+                OPS.fused_scaled_matmul_reduce_scatter(a, B, scale, B_scale, "sum", 0, 0, group, sizes, out_dtype=bf16)
+    assert calls == []
+    ctx.check()

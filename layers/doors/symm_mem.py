@@ -123,8 +123,10 @@ def _fused_all_gather_scaled_matmul(
         return _torchs(name, A)(
             A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
         )
-    length = A.shape[gather_dim]
-    if A_scale.numel() != 1 and A_scale.shape[:-1] != A.shape[:-1]:  # of all ranks
+    own, length = A.shape[:-1], A.shape[gather_dim]
+    whole = (*own[:gather_dim], length * ctx.size, *own[gather_dim + 1 :])
+    _check_scale(name, A_scale, own, whole)
+    if A_scale.numel() != 1 and A_scale.shape[:-1] != own:
         A_scale = A_scale.narrow(gather_dim, ctx.rank * length, length)
     lead = Leading.of(name, A, "gather_dim", gather_dim)
     x, scale, rows = lead.matrix(A), lead.scale(A_scale), lead.rows((length,) * ctx.size)
@@ -158,6 +160,7 @@ def _fused_scaled_matmul_reduce_scatter(
             A, B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name,
             output_shape, bias, result_scale, out_dtype, use_fast_accum,
         )  # fmt: skip
+    _check_scale(name, A_scale, A.shape[:-1])
     A_scale = A_scale if A_scale.numel() == 1 else A_scale.reshape(*leading, 1)
     wire = torch.float32 if out_dtype == torch.float32 else None  # torch sends partial sums in the dtype of the result
     with torch.no_grad():
@@ -179,6 +182,16 @@ _IMPLEMENTATIONS = {
 def _torchs(name: str, A):
     """torch's own implementation."""
     return getattr(torch_symm_mem, f"_{name}" if A.is_cuda else f"_{name}_fallback")
+
+
+def _check_scale(name: str, scale, *leading):
+    """Raises ValueError, as torch does, on every rank, unless it is one number, or one a row of such leading sizes."""
+    shapes = [(*sizes, 1) for sizes in leading]
+    if scale.numel() != 1 and tuple(scale.shape) not in shapes:
+        raise ValueError(
+            f"{name}: A_scale is {tuple(scale.shape)}, but must be one number, or one a row: "
+            f"{' or '.join(map(str, shapes))}"
+        )
 
 
 def _unscalable(A, Bs, result_scales, out_dtypes) -> str:
