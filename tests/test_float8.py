@@ -172,6 +172,13 @@ def test_float8_copies_of_weights_are_kept_until_a_weight_may_have_changed(ctx):
         model.requires_grad_(False).zero_grad()
         frozen = [(outputs(), quantized.weights(*shapes))[1] for _ in range(2)]
         assert frozen == [0, 0]
+        at = x.to(ctx.device).requires_grad_()
+        for factor in (1, 2):  # frozen weights of one call each, of which the second lies where the first did
+            other = {"weight": model.weight.detach() * factor, "bias": torch.zeros_like(model.bias)}
+            ys = [torch.func.functional_call(model, other, at).detach() for _ in range(2)]
+            assert torch.equal(*ys) and quantized.weights(*shapes) == 1
+            del other
+        assert decibels(ys[0], full(x) @ full(model.weight).t() * 2) > OUTPUT_DB
         model.requires_grad_()
         for _ in range(2):  # neither kept nor used where no gradient is recorded
             with torch.no_grad():

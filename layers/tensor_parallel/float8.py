@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
 
 import tkernels
 from tkernels.comm import Context, capture, find_context
@@ -231,8 +232,9 @@ class Copies:
     """Weights in FP8 as a layer multiplies them: stacked [N, K], and transposed [K, N], each with its scales.
 
     They are kept while nothing tells that a weight may have changed: torch's count of writes to it, its address, an
-    optimizer's step, another parameter in its place (as fully_shard puts there after each gather). A write through
-    `weight.data` alone tells nothing, nor one by a torch._foreach operation to DTensors, or by a replayed CUDA graph.
+    optimizer's step, another parameter in its place, as fully_shard puts there after each gather, and functional_call
+    for one call, perhaps where an earlier one lay. A write through `weight.data` alone tells nothing, nor one by a
+    torch._foreach operation to DTensors, or by a replayed CUDA graph.
     So a forward takes none that were made before it unless its weights have gradients, from an earlier microbatch, or
     need none; and only calls that record a gradient keep any: others, and the graphs of CUDA and torch.compile, don't.
     """
@@ -246,7 +248,7 @@ class Copies:
     def of(self, parameters, ws, recipe: Recipe, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The copy of ws [N, K], the local tensors of parameters. Writes to a DTensor count at the DTensor alone."""
         stream = torch.cuda.current_stream().cuda_stream if ws[0].is_cuda else 0
-        state = recipe, _steps, stream, *(each._version for each in parameters)
+        state = recipe, _steps, stream, *((WeakIdRef(each), each._version) for each in parameters)
         state += tuple((w.data_ptr(), w._version, w.shape, w.stride(), w.dtype) for w in ws)
         if state != self._state:
             self._state, self._made = state, {}
