@@ -438,6 +438,9 @@ def test_float8_is_refused_by_name(ctx):
     (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
         dx.sum().backward()
+    for transform in (torch.vmap, lambda function: torch.func.grad(lambda x: function(x).sum())):
+        with pytest.raises(NotImplementedError, match="^float8: torch.func .* can't follow .* leave float8 out$"):
+            transform(ColumnParallelLinear.from_linear(linear(), mesh=ctx, float8="rowwise").to(ctx.device))(x.detach())
     ctx.check()
 
 

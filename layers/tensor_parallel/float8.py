@@ -289,6 +289,11 @@ class Float8:
         dimension `dim`, which is gathered or scattered. keep: what is gathered in forward, for the weights' gradients;
         else it is gathered again, as it was.
         """
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "float8: torch.func (grad, vmap and others) can't follow layers that quantize; use backward, or leave "
+                "float8 out"
+            )
         kept, lengths = self.copies.kept(parameters, ws), None
         if kind in ("gather", "scatter"):
             lengths = check_rows("float8", ctx, rows, **{"own" if kind == "gather" else "total": x.shape[dim]})
