@@ -442,8 +442,9 @@ def test_column_and_row_parallel_linear_follow_autocast(ctx):
     x, w = (normal(shape, torch.float32, 39, device=ctx.device).requires_grad_() for shape in ((4, 8), (6, 8)))
     with torch.autocast(ctx.device.type, torch.bfloat16):
         y = layers.column_parallel_linear(x, w, mesh=ctx)  # as the operators: autocast is up to layers
-    y.sum().backward()
+        y.sum().backward()
     assert y.dtype is x.grad.dtype is torch.float32
+    assert_close_to(w.grad, x.detach().double().sum(0).expand(6, 8), terms=4)
 
 
 # Weights: drawing, marks, copies

@@ -536,6 +536,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(ctx):
     rows = (5, 2)
     shapes = []
     for mode in (None, FakeTensorMode()):
+
         def make(*shape, dtype=torch.bfloat16, mode=mode):
             if mode is None:
                 return torch.zeros(shape, dtype=dtype, device=ctx.device)
@@ -601,8 +602,8 @@ def test_what_the_first_call_in_inference_mode_prepares_serves_training(ctx, pat
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_the_local_product_has_gradients(activation):
-    device = torch.device("cuda", torch.cuda.current_device()) if tkernels.RUNTIME == "nvshmem" else "cpu"
+def test_matmul_has_gradients_also_under_autocast(activation):
+    device = torch.device("cuda", torch.cuda.current_device()) if tkernels.RUNTIME == "nvshmem" else torch.device("cpu")
     x, w, bias = (normal(shape, torch.float32, i) for i, shape in enumerate([(7, K), (N, K), (N,)]))
     whole = leaves(x, w, bias)
     operands = [t.to(device).requires_grad_() for t in (x, w, bias)]
@@ -610,7 +611,8 @@ def test_the_local_product_has_gradients(activation):
     want = activation_reference(whole[0] @ whole[1].t() + whole[2], activation)
     assert_close_to(y, want, K + 1)
     dy = normal((7, N), torch.float32, 9)
-    y.backward(dy.to(device))
+    with torch.autocast(device.type, torch.bfloat16):  # which casts no operands of operators, in backward either
+        y.backward(dy.to(device))
     want.backward(dy.double())
     for got, reference in zip(operands, whole, strict=True):
         assert_close_to(got.grad, reference.grad, 4 * N)
@@ -666,6 +668,7 @@ def test_matmul_and_the_collectives_under_torch_func(ctx):
         "all_reduce": lambda x: tkernels.all_reduce(x, ctx=ctx),
     }
     for name, function in functions.items():
+
         def loss(x, function=function):
             return function(x).square().sum()
 

@@ -116,9 +116,15 @@ def _none_of(ctx) -> list[None]:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b on this rank, of a gradient: by torch, or by `matmul` where that may stage rows that TMA can't take."""
+    """a @ b on this rank, of a gradient: by torch, or by `matmul` where that may stage rows that TMA can't take.
+
+    Autocast, where backward runs under it, rounds no operands, as it rounds none of any operator here.
+    """
     if transformed() or not PLAIN.issuperset((type(a), type(b))) or not may_stage(a, b):
-        return a @ b
+        if not torch.is_autocast_enabled(a.device.type):
+            return a @ b
+        with torch.autocast(a.device.type, enabled=False):
+            return a @ b
     return ops.matmul(a, b.t(), None, None, None, None)
 
 

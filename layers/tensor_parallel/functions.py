@@ -79,7 +79,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = tkernels.matmul_all_reduce(dy_shard_n, w_shard_n.t(), ctx=find_context(ctx.context))
         if ctx.needs_input_grad[1]:
-            dw = dy_shard_n.t() @ x
+            with torch.autocast(x.device.type, enabled=False):  # as forward, where backward runs under autocast too
+                dw = dy_shard_n.t() @ x
         if ctx.needs_input_grad[2]:
             dbias = dy_shard_n.sum(0)
         return dx, dw, dbias, None
