@@ -1196,6 +1196,20 @@ def test_parallelize_tells_ranks_that_have_different_batches(ctx, words, bias):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
+def test_parallelize_compares_no_input_of_a_backward_that_reaches_no_parameter(ctx, words):
+    """As torch's pipelines infer shapes, each rank of numbers of its own. Backwards then begin with any forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(ctx.device)
+    parallelize(model, {"0": words[0], "2": words[1]}, ctx)
+    x, own = (normal((4, 8), torch.float32, seed, device=ctx.device) for seed in (9, ctx.rank))
+    own.requires_grad_()
+    torch.autograd.grad(model(own).sum(), own)
+    for y in reversed([model(x) for _ in range(4)]):
+        y.sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
 def test_parallelize_lets_torchs_encoder_layers_call_what_is_split(ctx, words):
     """In inference, without gradients, these would read the weights of their linears, here a part of each."""
     torch.manual_seed(0)

@@ -94,7 +94,8 @@ class ReplicaCheck:
         self._frozen = None  # since the first forward, where the parameters are that have always been: module and name
         self._watch_in_trace = None  # of a model from the meta device: torch.compile calls it, and leaves it out
         self._called = set()  # paths of the parts that have been called, of those that were on the meta device
-        self._task, self._due = None, False
+        # The running backward; whether it has reached a parameter; whether a comparison is due.
+        self._task, self._reached, self._due = None, False, False
 
     def __reduce__(self):
         # A copy of the model has other parameters.
@@ -205,6 +206,7 @@ class ReplicaCheck:
     def _input_counts(self, path: str, summary: torch.Tensor, _):
         if path in self._input_hooks and self._looks():
             self._found.inputs[path] = summary
+            self._take_part()
 
     def _watch_output(self, path: str, module, inputs, output):
         """Hook on a split module: watch the gradient of its whole output. Of a part of it, parts would come."""
@@ -228,6 +230,7 @@ class ReplicaCheck:
         if name not in self._split and (is_partial(parameter) or is_part(parameter)):
             self._handles.pop(name).remove()
             return
+        self._reached = True
         self._record(name, grad, self._found.gradients)
         if name in self._triggers:
             count = self._counts[name] = self._counts.get(name, 0) + 1
@@ -237,11 +240,15 @@ class ReplicaCheck:
         """Not in compiled autograd, and not under a capture, where the host can't wait."""
         return not _traced() and not find_context(self._context).capturing
 
-    def _record(self, name: str, grad: torch.Tensor, found: dict[str, torch.Tensor]):
+    def _take_part(self):
+        """In the running backward, whose end may compare."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+
+    def _record(self, name: str, grad: torch.Tensor, found: dict[str, torch.Tensor]):
+        self._take_part()
         if isinstance(grad, DTensor) and all(placement.is_replicate() for placement in grad.placements):
             grad = grad._local_tensor
         if name not in self._split and type(grad) is torch.Tensor and grad.layout is torch.strided and grad.numel():
@@ -250,6 +257,10 @@ class ReplicaCheck:
     @torch.no_grad()
     def _compare(self):
         """Collective, if a comparison is due. Raises MismatchError, the same on every rank."""
+        if not self._reached:  # it trains nothing, and may be of any numbers, as where torch's pipelines infer shapes
+            self._found.inputs.clear()
+            self._found.outputs.clear()
+        self._reached = False
         if not self._due or not self._found.inputs and self._done():
             return
         mine = [{name: each.tolist() for name, each in summaries.items()} for summaries in self._found]
