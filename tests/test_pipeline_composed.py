@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -323,3 +330,20 @@ def test_fully_shard_trains_under_torchs_pipelines(ctx, name, strategy):
                 for part, block in enumerate(stage.submod):
                     for found, true in zip(block.parameters(), whole[number * size + part].parameters(), strict=True):
                         assert_close_to(found.grad.full_tensor().cpu(), true.grad, terms=256)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_pipelines_that_take_gradients_of_parameters_later(ctx):
+    """Those would be lost: what the parameters of a stage are then, its units have gathered for another graph."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("pp", "dp"))
+    chunks = [nn.Sequential(TwoLinears()).to(ctx.device) for _ in range(2)]
+    for chunk in chunks:
+        for part in (*chunk, chunk):
+            fully_shard(part, mesh=mesh["dp"])
+    stages = [PipelineStage(each, i, 2, ctx.device, group=mesh.get_group("pp")) for i, each in enumerate(chunks)]
+    x = torch.randn(4, 16, device=ctx.device)
+    with pytest.raises(NotImplementedError, match="two backwards .zero bubble., .* take ScheduleGPipe, Schedule1F1B"):
+        ScheduleInterleavedZeroBubble(stages, 2, loss_fn=F.mse_loss).step(x, target=x)
+    ScheduleLoopedBFS(stages, 2, loss_fn=F.mse_loss).step(x, target=x)
+    assert all(parameter.grad.full_tensor().any() for chunk in chunks for parameter in chunk.parameters())

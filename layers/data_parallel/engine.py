@@ -129,6 +129,7 @@ class Engine:
         self._summed = Keepalive()  # those that have become gradients: nothing waits for their memory
         self._sendings = collections.deque([0] * root.options.reductions, root.options.reductions)
         self._backward = Backward(self._end_backward)
+        self._kept_graph = False  # whether a backward that reduced nothing has kept its graph, for another one
         self._forwards = 0  # forwards that are running, of any unit
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
@@ -216,6 +217,7 @@ class Engine:
                 raise LeaseError("a backward has failed before this one; call zero_grad() after a failure")
             self.end()
         if self._backward.begin():
+            self._kept_graph |= not self.root.reduces and torch._C._autograd._get_current_graph_task_keep_graph()
             self.begin()
             self._begin_sums()
 
@@ -252,9 +254,17 @@ class Engine:
         self.end()
 
     def reduce_accumulated(self):
-        """Collective, outside of backward. Reduce what backwards that reduced nothing have left."""
+        """Collective, outside of backward. Reduce what backwards of a pipeline that reduced nothing have left."""
         if self._backward.failed:
             self.end()
+        kept, self._kept_graph = self._kept_graph, False
+        if kept:
+            self.forget_gradients()
+            raise NotImplementedError(
+                "fully_shard: this schedule of torch.distributed.pipelining takes the gradients of inputs and those of "
+                "parameters in two backwards (zero bubble), of which the second finds no sharded parameters; take "
+                "ScheduleGPipe, Schedule1F1B, ScheduleLoopedBFS or ScheduleInterleaved1F1B"
+            )
         self.begin()
         self._begin_sums()
         self._end_backward()
