@@ -169,6 +169,8 @@ def test_sums_are_multiplied_by_a_factor_before_they_are_rounded(ctx, transport)
                 assert torch.equal(got, expected), (name, num_elements, factor)
                 got = collectives.reduce_scatter(ctx, of.clone(), rows, config=config, factor=factor)
                 assert torch.equal(got, expected.split(rows)[ctx.rank]), (name, num_elements, factor)
+    half = tkernels.all_reduce(shards[ctx.rank], out=large.bfloat16(), factor=0.3, ctx=ctx)  # of the dtype of out
+    assert torch.equal(half, want.bfloat16())
     if ctx.size == 1:  # rounded once there, too: 7 * 0.3 is 2.1
         x, out = torch.tensor([7.0], dtype=torch.bfloat16, device=ctx.device), torch.zeros(1, device=ctx.device)
         assert collectives.all_reduce(ctx, x, out, out_dtype=torch.float32, factor=0.3).item() == pytest.approx(2.1)

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tkernels
-from tkernels.comm import collectives
 from tkernels.layers.doors import fsdp2, log_once
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -63,12 +62,10 @@ def counted():
     names = []
 
     def spy(name, real):
-        dtype_of = lambda args: next(each.dtype for each in args if isinstance(each, torch.Tensor))  # noqa: E731
-        return lambda *args, **options: names.append((name, dtype_of(args))) or real(*args, **options)
+        return lambda *args, **options: names.append((name, args[0].dtype)) or real(*args, **options)
 
-    with contextlib.ExitStack() as patches:
-        for module, name in ((tkernels, "all_gather"), (collectives, "reduce_scatter")):
-            patches.enter_context(mock.patch.object(module, name, spy(name, getattr(module, name))))
+    each = {name: spy(name, getattr(tkernels, name)) for name in ("all_gather", "reduce_scatter")}
+    with mock.patch.multiple(tkernels, **each):
         yield names
 
 

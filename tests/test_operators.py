@@ -161,13 +161,17 @@ def test_gradients_of_the_collectives_are_exact(ctx):
     tkernels.all_gather(x, rows=rows, ctx=ctx).backward(wholes[ctx.rank])
     assert torch.equal(x.grad, sum(wholes).split(rows)[ctx.rank])
 
-    x = mine(wholes, ctx)
-    tkernels.reduce_scatter(x, rows=rows, ctx=ctx).backward(parts[ctx.rank])
-    assert torch.equal(x.grad, torch.cat(parts))
+    for options, factor in (({}, 1), ({"factor": 0.25}, 0.25)):
+        x = mine(wholes, ctx)
+        y = tkernels.reduce_scatter(x, rows=rows, ctx=ctx, **options)
+        y.backward(parts[ctx.rank])
+        assert torch.equal(y, factor * sum(wholes).split(rows)[ctx.rank])
+        assert torch.equal(x.grad, factor * torch.cat(parts))
 
-    x = mine(wholes, ctx)
-    tkernels.all_reduce(x, ctx=ctx).backward(wholes[0])  # the result is one tensor, and so is its gradient
-    assert torch.equal(x.grad, wholes[0])
+        x = mine(wholes, ctx)
+        y = tkernels.all_reduce(x, ctx=ctx, **options)
+        y.backward(wholes[0])  # the result is one tensor, and so is its gradient
+        assert torch.equal(y, factor * sum(wholes)) and torch.equal(x.grad, factor * wholes[0])
 
 
 @pytest.mark.ranks(2)
@@ -382,6 +386,8 @@ def test_opcheck_passes_for_every_operator(ctx):
         (OPS.all_gather, (x, rows, ctx.name)),
         (OPS.reduce_scatter, (whole_rows, rows, ctx.name)),
         (OPS.all_reduce, (whole_rows, ctx.name)),
+        (OPS.reduce_scatter, (whole_rows, rows, ctx.name, 0.5)),
+        (OPS.all_reduce, (whole_rows, ctx.name, 0.5)),
     ]
     for operator, arguments in cases:
         opcheck(operator.default, arguments)
@@ -389,7 +395,7 @@ def test_opcheck_passes_for_every_operator(ctx):
     into = [
         (OPS.all_gather_out, (x, rows, ctx.name), torch.empty(7, K)),
         (OPS.reduce_scatter_out, (whole_rows, rows, ctx.name), torch.empty(rows[ctx.rank], N)),
-        (OPS.all_reduce_out, (whole_rows, ctx.name), torch.empty(7, N)),
+        (OPS.all_reduce_out, (whole_rows, ctx.name, 0.5), torch.empty(7, N, dtype=torch.bfloat16)),
     ]
     for operator, arguments, out in into:
         opcheck(operator.default, arguments, {"out": out.to(ctx.device)})
@@ -666,6 +672,7 @@ def test_matmul_and_the_collectives_under_torch_func(ctx):
         "all_gather": lambda x: tkernels.all_gather(x, ctx=ctx),
         "reduce_scatter": lambda x: tkernels.reduce_scatter(x, ctx=ctx),
         "all_reduce": lambda x: tkernels.all_reduce(x, ctx=ctx),
+        "all_reduce with a factor": lambda x: tkernels.all_reduce(x, factor=0.5, ctx=ctx),
     }
     for name, function in functions.items():
 
@@ -741,10 +748,11 @@ def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     calls += [(name, (wrong,), {}) for name in collectives for wrong in (None, 3, [1.0], sparse)]
     calls += [(name, (x,), {"out": 3}) for name in collectives]
+    calls += [(name, (x,), {"factor": wrong}) for name in collectives[1:] for wrong in (None, "2", x)]
     calls += [(name, (x, w), {"out": wrong}) for name in products[:3] for wrong in (sparse, many)]
     calls += [(name, (x, w), {"config": wrong}) for name in products for wrong in ("fast", 3)]
     calls += [(name, (many, w), {}) for name in products] + [(name, (many,), {}) for name in collectives]
-    named = "must be a (strided )?tensor|one tensor, not a nested|must be an? (Gemm|Overlap)Config|is no value of an"
+    named = "a (strided )?tensor|a number|one tensor, not a nested|must be an? (Gemm|Overlap)Config|is no value of an"
     for name, arguments, options in calls:
         with pytest.raises(TypeError, match=f"^{name}: .*({named})"):
             getattr(tkernels, name)(*arguments, **options)

@@ -1,11 +1,13 @@
 """The public functions of the operations. They check options, and call the torch operators where those have words."""
 
+import numbers
+
 import torch
 
 from tkernels.activations import activation_reference, check_activation
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import collectives
-from tkernels.comm.arguments import check_dense, check_tensors
+from tkernels.comm.arguments import check_dense, check_tensors, check_type
 from tkernels.comm.context import Context, as_context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, transformed, under_no_grad, untraced, wants_gradient
@@ -454,30 +456,37 @@ def reduce_scatter(
     *,
     rows: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
+    factor: float = 1.0,
     ctx: Context | None = None,
 ) -> torch.Tensor:
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16.
 
     rows: every rank's row count; needed where M does not divide by R. Exceptions: as in all_gather_matmul.
-    out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
+    out: a contiguous [M/R, ...] to fill and return, of any of these dtypes, without a gradient. It may be this rank's
+    rows of x.
+    factor: what the sum is multiplied by, in fp32, before it is rounded, once: 1/R for a mean.
     """
+    check_type("reduce_scatter: factor", factor, numbers.Real | torch.SymFloat, "a number")
     ctx = as_context(ctx, "reduce_scatter: ctx")
     rows = collectives.check_rows("reduce_scatter", ctx, rows, total=_num_rows("reduce_scatter", x))
     if out is not None:
-        return _into("reduce_scatter", out, x, rows, ctx.name)
-    return ops.reduce_scatter(x, rows, ctx.name)
+        return _into("reduce_scatter", out, x, rows, ctx.name, float(factor))
+    return ops.reduce_scatter(x, rows, ctx.name, float(factor))
 
 
-def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context | None = None) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, *, out: torch.Tensor | None = None, factor: float = 1.0, ctx: Context | None = None
+) -> torch.Tensor:
     """Collective. The sum over ranks, in a new tensor of x's shape; fp32, fp16, bf16. The same bits on every rank.
 
-    out: a contiguous tensor like x to fill and return, without a gradient. It may be x.
-    Exceptions: as in all_gather_matmul.
+    out: a contiguous tensor of x's shape to fill and return, of any of these dtypes, without a gradient. It may be x.
+    factor: as of reduce_scatter. Exceptions: as in all_gather_matmul.
     """
+    check_type("all_reduce: factor", factor, numbers.Real | torch.SymFloat, "a number")
     ctx = as_context(ctx, "all_reduce: ctx")
     if out is not None:
-        return _into("all_reduce", out, x, ctx.name)
-    return ops.all_reduce(x, ctx.name)
+        return _into("all_reduce", out, x, ctx.name, float(factor))
+    return ops.all_reduce(x, ctx.name, float(factor))
 
 
 def barrier(*, ctx: Context | None = None):

@@ -429,16 +429,21 @@ ops.all_gather = define(
     lambda ctx, dy: (ops.reduce_scatter(dy.contiguous(), *ctx.options), None, None),
 )
 ops.reduce_scatter = define(
-    "reduce_scatter(Tensor x, SymInt[] rows, str context) -> Tensor",
-    lambda x, rows, context: collectives.reduce_scatter(find_context(context), x, tuple(rows)),
-    lambda x, rows, context: x.new_empty((rows[find_context(context).rank], *x.shape[1:])),
-    lambda ctx, dy: (ops.all_gather(dy.contiguous(), *ctx.options), None, None),
+    "reduce_scatter(Tensor x, SymInt[] rows, str context, float factor=1.0) -> Tensor",
+    lambda x, rows, context, factor=1.0: collectives.reduce_scatter(
+        find_context(context), x, tuple(rows), factor=factor
+    ),
+    lambda x, rows, context, factor=1.0: x.new_empty((rows[find_context(context).rank], *x.shape[1:])),
+    lambda ctx, dy: (
+        ops.all_gather(_times(dy, *ctx.options[2:]).contiguous(), *ctx.options[:2]),
+        *(None for _ in ctx.options),
+    ),
 )
 ops.all_reduce = define(
-    "all_reduce(Tensor x, str context) -> Tensor",
-    lambda x, context: collectives.all_reduce(find_context(context), x),
-    lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
-    lambda ctx, dy: (replicated(dy, *ctx.options), None),
+    "all_reduce(Tensor x, str context, float factor=1.0) -> Tensor",
+    lambda x, context, factor=1.0: collectives.all_reduce(find_context(context), x, factor=factor),
+    lambda x, context, factor=1.0: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda ctx, dy: (replicated(_times(dy, *ctx.options[1:]), ctx.options[0]), *(None for _ in ctx.options)),
 )
 
 
@@ -448,17 +453,32 @@ ops.all_gather_out = define(
     lambda x, rows, context, *, out: check_out("all_gather", out, (sum(rows), *x.shape[1:]), x.dtype, x.device),
 )
 ops.reduce_scatter_out = define(
-    "reduce_scatter_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
-    lambda x, rows, context, *, out: _discard(collectives.reduce_scatter(find_context(context), x, tuple(rows), out)),
-    lambda x, rows, context, *, out: check_out(
-        "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), x.dtype, x.device
+    "reduce_scatter_out(Tensor x, SymInt[] rows, str context, float factor=1.0, *, Tensor(a!) out) -> ()",
+    lambda x, rows, context, factor=1.0, *, out: _discard(
+        collectives.reduce_scatter(
+            find_context(context), x, tuple(rows), out, out_dtype=_sum_dtype(x, out), factor=factor
+        )
+    ),
+    lambda x, rows, context, factor=1.0, *, out: check_out(
+        "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), _sum_dtype(x, out), x.device
     ),
 )
 ops.all_reduce_out = define(
-    "all_reduce_out(Tensor x, str context, *, Tensor(a!) out) -> ()",
-    lambda x, context, *, out: _discard(collectives.all_reduce(find_context(context), x, out)),
-    lambda x, context, *, out: check_out("all_reduce", out, tuple(x.shape), x.dtype, x.device),
+    "all_reduce_out(Tensor x, str context, float factor=1.0, *, Tensor(a!) out) -> ()",
+    lambda x, context, factor=1.0, *, out: _discard(
+        collectives.all_reduce(find_context(context), x, out, _sum_dtype(x, out), factor=factor)
+    ),
+    lambda x, context, factor=1.0, *, out: check_out("all_reduce", out, tuple(x.shape), _sum_dtype(x, out), x.device),
 )
+
+
+def _times(dy: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    return dy if factor == 1 else dy * factor
+
+
+def _sum_dtype(x: torch.Tensor, out: torch.Tensor) -> torch.dtype:
+    """That of `out`, if sums may be of it; else of x, and the error says so."""
+    return out.dtype if out.dtype in collectives.SUMMED else x.dtype
 
 
 def _discard(_: torch.Tensor):

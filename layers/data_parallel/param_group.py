@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tkernels
-from tkernels.comm import Context, collectives
+from tkernels.comm import Context
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.layers.data_parallel.layout import Layout
@@ -466,10 +466,10 @@ class ParamGroup:
         factor = 1 / (self.ranks.size if self.divisor is None else self.divisor)
         if shard is not None:
             between = out if replica is None else torch.empty_like(out, dtype=piece.dtype)
-            collectives.reduce_scatter(shard, piece, out=between, out_dtype=between.dtype, factor=factor)
+            tkernels.reduce_scatter(piece, out=between, factor=factor, ctx=shard)
             piece, factor = between, 1.0  # at first, since fp16 might not hold the sum
         if replica is not None:
-            collectives.all_reduce(replica, piece, out=out, out_dtype=out.dtype, factor=factor)
+            tkernels.all_reduce(piece, out=out, factor=factor, ctx=replica)
 
     def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor, unrounded=None) -> bool:
         """Make these the gradients of the sharded parameters, or add them to those that there are.

@@ -142,11 +142,16 @@ class TkernelsWire(Wire):
             )
 
     def all_reduce(self, x, factor=1.0):
-        collectives.all_reduce(self.ctx, x, x, factor=factor)
+        if self.size == 1:
+            collectives.times(x, factor, x)
+        else:
+            tkernels.all_reduce(x, out=x, factor=factor, ctx=self.ctx)
 
     def reduce_scatter(self, x, rows=None, factor=1.0, out=None):
+        if self.size == 1:
+            return collectives.times(x, factor, x if out is None else out)
         own = self.part(x, rows) if out is None or out.dtype not in collectives.SUMMED else out
-        collectives.reduce_scatter(self.ctx, x, rows, own, out_dtype=own.dtype, factor=factor)
+        tkernels.reduce_scatter(x, rows=rows, out=own, factor=factor, ctx=self.ctx)
         return own if out is None or out is own else out.copy_(own)
 
     def all_gather(self, x, rows=None, where=None):

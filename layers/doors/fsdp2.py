@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed import fsdp
 
 import tkernels
-from tkernels.comm import collectives
 from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import as_context
@@ -144,5 +143,5 @@ class ReduceScatter(_Comm):
             _, factor = op.__getstate__()
         else:
             factor = 1 / ctx.size if kind == AVG else 1.0
-        collectives.reduce_scatter(ctx, input_tensor, out=output_tensor, factor=factor)
+        tkernels.reduce_scatter(input_tensor, out=output_tensor, factor=factor, ctx=ctx)
         return None
