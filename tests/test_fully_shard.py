@@ -775,6 +775,32 @@ def test_fully_shard_of_a_list_is_one_unit_and_takes_forward_methods(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_fully_shard_gives_modules_of_one_call_their_parameters_once_and_gathers_ahead_meanwhile(ctx, monkeypatch):
+    torch.manual_seed(0)
+    model, log = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(ctx.device), []
+    for first in (0, 2, 4):
+        fully_shard(list(model[first : first + 2]), mesh=mesh_of(ctx))
+    fully_shard(model, mesh=mesh_of(ctx))
+    for index, part in enumerate(model):
+        whole = lambda: "".join("01"[not isinstance(each.weight, DTensor)] for each in model)  # noqa: E731
+        part.register_forward_hook(lambda *_, index=index, whole=whole: log.append(f"{index} {whole()}"))
+    gather = engine.Engine.gather
+    monkeypatch.setattr(engine.Engine, "gather", lambda self, group: log.append(group.id[0]) or gather(self, group))
+    for _ in range(3):
+        log.clear()
+        y = model(torch.randn(4, 8, device=ctx.device))
+        log.append(f"outside {isinstance(model[5].weight, DTensor)}")
+        y.sum().backward()
+    forward = ["0", "2", "0 110000", "1 110000", "4", "2 001100", "3 001100", "4 000011", "5 000011", "outside True"]
+    assert log == [*forward, "2", "0"]
+    model.eval()
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        model[1].register_forward_hook(lambda *_: 1 / 0)
+        model(torch.randn(4, 8, device=ctx.device))
+    assert all(isinstance(each.weight, DTensor) for each in model)
+
+
+@pytest.mark.ranks(2)
 def test_fully_shard_takes_several_forwards_before_a_backward_where_the_first_unit_is_fed_the_data(ctx):
     torch.manual_seed(0)
     model = nn.Sequential(Dense(), Dense(), nn.Linear(FEATURES, 3)).to(ctx.device)

@@ -133,6 +133,7 @@ class Engine:
         self._forwards = 0  # forwards that are running, of any unit
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
+        self.lingering: Unit | None = None  # of several modules, one of which has just ended
         # Writes to the shards until this iteration began; whether no forward has begun since; whether the last
         # backward of the step has reduced.
         self._version, self._fresh, self._reduced = 0, True, False
@@ -177,8 +178,16 @@ class Engine:
     def leave(self):
         """Called after each forward of a unit, also one that failed."""
         self._forwards -= 1
-        if self._forwards == 0 and not torch.is_grad_enabled() and not backward_runs():
-            self.end(evaluated=True)
+        if self._forwards == 0 and not backward_runs():
+            self.put_away()
+            if not torch.is_grad_enabled():
+                self.end(evaluated=True)
+
+    def put_away(self):
+        """Give back what lingers, since another unit is used now, or nobody's forward runs."""
+        unit, self.lingering = self.lingering, None
+        if unit is not None:
+            unit.put_away()
 
     def begin(self):
         """Lease the shards, so that gathers are ordered behind the optimizer's step."""
@@ -585,10 +594,13 @@ class Unit:
 
     def use(self):
         if self.uses == 0:
-            if self.is_root:
-                self.gather()
-            else:
-                self.engine.used(self)
+            if self.engine.lingering is not self:
+                self.engine.put_away()
+                if self.is_root:
+                    self.gather()
+                else:
+                    self.engine.used(self)
+            self.engine.lingering = None
             self.expose()
         self.uses += 1
 
@@ -597,9 +609,16 @@ class Unit:
         if self.uses == 0:
             self._reading.close()
             if self.reshards or backward_runs() and not self.stays:
-                self.conceal()
-                if self.engine.next(1) != [self]:  # kept if used next: the last one of forward is the first of backward
-                    self.release()
+                self.engine.put_away()  # a unit inside of this one
+                if len(self.modules) > 1:
+                    self.engine.lingering = self  # its next module comes next, as a rule
+                else:
+                    self.put_away()
+
+    def put_away(self):
+        self.conceal()
+        if self.engine.next(1) != [self]:  # kept if used next: the last one of forward is the first of backward
+            self.release()
 
     def expose(self):
         """Give the modules the whole parameters, which this stream may read."""
@@ -625,6 +644,8 @@ class Unit:
         """Give everything back, whatever state the unit is in. stays: but for the memory of one that stays gathered."""
         self._reading.close()
         self.conceal()
+        if self.engine is not None and self.engine.lingering is self:
+            self.engine.lingering = None
         if not (stays and self.stays):
             self.release()
         self.uses, self.missing = 0, set()
@@ -806,9 +827,9 @@ class Call:
             self.open, self._ended = False, backward_id()
             self.unit._open_calls.remove(self)
             # Hooks may change what another call has yet to read, in this backward or in the graph's next one.
-            waits = self.unit.repeats and self.unit.has_hooks()
-            if self.tells and not waits and not any(call.to_come() for call in self.unit.calls):
-                self.unit.reduce()
+            if self.tells and not any(call.to_come() for call in self.unit.calls):
+                if not (self.unit.repeats and self.unit.has_hooks()):
+                    self.unit.reduce()
             self.unit.unuse()
 
 

@@ -188,13 +188,8 @@ class Parameter:
         return self.whole.register_post_accumulate_grad_hook(ready)
 
     @property
-    def writes(self) -> int:
-        """Torch's count of writes to the whole parameter, since it got its memory or from some number on."""
-        return self.counter._version
-
-    @property
     def counter(self) -> torch.Tensor:
-        """What has this count."""
+        """What has torch's count of writes to the whole parameter, since it got its memory or from some number on."""
         return self.whole if self.tensor_parallel is None else self.whole._local_tensor
 
     def point(self, memory: torch.Tensor):
@@ -243,7 +238,8 @@ class ParamGroup:
         self.divisor: float | None = None
         self.id = kind
         self._shards: list[torch.Tensor] = []
-        self._writes: list[int] = []  # to the whole parameters before the module got them
+        self._counters: list[torch.Tensor] = []  # of writes to the whole parameters, since the module has got them
+        self._writes: list[int] = []  # what they said then
         self._hidden: dict[int, int] = {}  # by a counter of writes, what it says while `conceal` has it say so
         self._views, self._layouts = {}, {}
         for parameter in parameters:
@@ -376,17 +372,20 @@ class ParamGroup:
         counters = [parameter.counter for parameter in self.parameters]
         hidden = [counter for counter in counters if self._hidden.pop(id(counter), None) == counter._version]
         torch._C._autograd._unsafe_set_version_counter(hidden, [counter._version - 1 for counter in hidden])
-        self._writes = [parameter.writes for parameter in self.parameters]
+        self._counters, self._writes = counters, [counter._version for counter in counters]
 
     def check_unwritten(self, module: nn.Module):
         """Raises TypeError if a forward has written to a whole parameter."""
-        for parameter, writes in zip(self.parameters, self._writes, strict=True):
-            if parameter.writes != writes:
-                raise TypeError(
-                    f"fully_shard: the forward of {type(module).__name__} has written to {parameter.name}, as an "
-                    f"embedding with max_norm= does; nothing brings that to other ranks, or to the sharded parameter; "
-                    f"write between steps, to the sharded parameter"
-                )
+        now = [counter._version for counter in self._counters]
+        if now == self._writes:
+            return
+        pairs = zip(self.parameters, now, self._writes, strict=True)
+        name = next(parameter.name for parameter, *writes in pairs if writes[0] != writes[1])
+        raise TypeError(
+            f"fully_shard: the forward of {type(module).__name__} has written to {name}, as an embedding with "
+            f"max_norm= does; nothing brings that to other ranks, or to the sharded parameter; write between steps, to "
+            f"the sharded parameter"
+        )
 
     def conceal(self):
         """Give the module the sharded parameters. A whole one that somebody has kept is empty, not another unit's.
