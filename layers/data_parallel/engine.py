@@ -726,13 +726,13 @@ class Unit:
         leaves = _leaves(output)
         tensors = _differentiable(leaves)
         unknown = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, KNOWN)]
-        trained = any(group.trained for unit in self.engine.units for group in unit.groups)
-        no_backward = not before and not trained and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        if unknown and not tensors and not no_backward:
-            raise TypeError(
-                f"fully_shard: unit {self.name} returns {unknown[0]}, in which no tensor is found that backward could "
-                f"begin with; return tensors, or containers or dataclasses of them"
-            )
+        if unknown and not tensors:
+            trained = any(group.trained for unit in self.engine.units for group in unit.groups)
+            if before or trained or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                raise TypeError(
+                    f"fully_shard: unit {self.name} returns {unknown[0]}, in which no tensor is found that backward "
+                    f"could begin with; return tensors, or containers or dataclasses of them"
+                )
         for tensor in tensors:
             tensor.register_hook(begin)
             # Whoever changes a view in place takes its hooks out of the graph; what made the memory stays.
