@@ -464,9 +464,11 @@ class ParamGroup:
         shard, replica = self.ranks.shard, self.ranks.replica
         factor = 1 / (self.ranks.size if self.divisor is None else self.divisor)
         if shard is not None:
-            between = out if replica is None else torch.empty_like(out, dtype=piece.dtype)
-            tkernels.reduce_scatter(piece, out=between, factor=factor, ctx=shard)
-            piece, factor = between, 1.0  # at first, since fp16 might not hold the sum
+            part = out
+            if replica is not None and out.dtype != piece.dtype:  # that of the sum over replicas
+                part = torch.empty_like(out, dtype=piece.dtype)
+            tkernels.reduce_scatter(piece, out=part, factor=factor, ctx=shard)
+            piece, factor = part, 1.0  # applied at first, since fp16 might not hold the sum
         if replica is not None:
             tkernels.all_reduce(piece, out=out, factor=factor, ctx=replica)
 
