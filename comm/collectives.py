@@ -989,8 +989,9 @@ class _Parts:
 
 def times(x: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
     """x times factor, rounded once, in `out`, which may be x."""
-    if torch.promote_types(x.dtype, out.dtype) != out.dtype:
-        return torch.mul(x, factor, out=out)
+    wider = torch.promote_types(x.dtype, out.dtype)
+    if wider != out.dtype:
+        return torch.mul(x.to(wider), factor, out=out)  # of fp16 and bf16, fp32
     if x is not out:
         out.copy_(x)
     return out if factor == 1 else out.mul_(factor)

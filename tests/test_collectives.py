@@ -175,6 +175,8 @@ def test_sums_are_multiplied_by_a_factor_before_they_are_rounded(ctx, transport)
         x, out = torch.tensor([7.0], dtype=torch.bfloat16, device=ctx.device), torch.zeros(1, device=ctx.device)
         assert collectives.all_reduce(ctx, x, out, out_dtype=torch.float32, factor=0.3).item() == pytest.approx(2.1)
         assert collectives.all_reduce(ctx, x, x, factor=0.3) is x and x.item() == torch.tensor(2.1).bfloat16().item()
+        half, out = shards[0].bfloat16(), torch.empty_like(shards[0], dtype=torch.float16)
+        assert torch.equal(collectives.all_reduce(ctx, half, out, out.dtype, factor=0.3), (half.float() * 0.3).half())
 
 
 @pytest.mark.ranks(2)

@@ -36,10 +36,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
-from tkernels.comm import LeaseError, MismatchError
+from tkernels.comm import Context, LeaseError, MismatchError
 from tkernels.layers import (
     ColumnParallelLinear,
     OverlappedDDP,
@@ -791,13 +792,36 @@ def test_fully_shard_gives_modules_of_one_call_their_parameters_once_and_gathers
         y = model(torch.randn(4, 8, device=ctx.device))
         log.append(f"outside {isinstance(model[5].weight, DTensor)}")
         y.sum().backward()
-    forward = ["0", "2", "0 110000", "1 110000", "4", "2 001100", "3 001100", "4 000011", "5 000011", "outside True"]
-    assert log == [*forward, "2", "0"]
-    model.eval()
-    with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        model[1].register_forward_hook(lambda *_: 1 / 0)
-        model(torch.randn(4, 8, device=ctx.device))
-    assert all(isinstance(each.weight, DTensor) for each in model)
+    usual = ["0", "2", "0 110000", "1 110000", "4", "2 001100", "3 001100", "4 000011", "5 000011", "outside True"]
+    assert log == [*usual, "2", "0"]
+
+    def interrupt(*_):
+        raise error
+
+    for error in (ZeroDivisionError(), KeyboardInterrupt()):
+        hook = model[1].register_forward_hook(interrupt)
+        with torch.no_grad(), pytest.raises(type(error)):
+            model(torch.randn(4, 8, device=ctx.device))
+        hook.remove()
+        with torch.no_grad():  # no hook of modules is called after an interrupt
+            model(torch.randn(4, 8, device=ctx.device))
+        assert all(isinstance(each.weight, DTensor) for each in model), error
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_fully_shard_takes_a_checkpoint_around_the_whole_model(ctx, use_reentrant):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
+    twin = in_fp64(copy.deepcopy(model))
+    fully_shard([model[0], model[2]], mesh=mesh_of(ctx))
+    fully_shard(model, mesh=mesh_of(ctx))
+    x = normal((4, 8), torch.float32, 1, device=ctx.device).requires_grad_()
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        twin(x.detach().double()).square().sum().backward()
+    for parameter, true in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close_to(parameter.grad.full_tensor(), true.grad, terms=64)
 
 
 @pytest.mark.ranks(2)
@@ -829,6 +853,37 @@ def test_fully_shard_divides_by_the_factor_it_is_told(ctx):
         gradients.append([parameter.grad._local_tensor for parameter in model.parameters()])
     for mean, total in zip(*gradients, strict=True):
         assert torch.equal(mean * ctx.size, total)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_prepares_no_calls_for_another_factor(ctx, monkeypatch):
+    """As one that is set in every step to a number of tokens."""
+    model, made = shard(ctx, hybrid(ctx)), []
+    prepare = Context._prepare_call
+    monkeypatch.setattr(Context, "_prepare_call", lambda *args: made.append(args[1]) or prepare(*args))
+    for factor in (3.0, 3.0, 5.0, 7.0):
+        if factor > 3:
+            made.clear()
+        for layer in (*model.layers, model):
+            layer.set_gradient_divide_factor(factor)
+        loss_of(model(batches(ctx, 1)[0])).backward()
+        assert factor == 3 or not made
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_a_forward_that_writes_to_a_parameter_that_is_split_already(ctx):
+    class Writing(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.add_(1)
+            return super().forward(x)
+
+    mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(Writing(8, 8)).to(ctx.device)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(TypeError, match="has written to 0.weight, .* nothing brings that to"):
+        model(torch.ones(2, 8, device=ctx.device))
 
 
 @pytest.mark.ranks(2)

@@ -345,5 +345,11 @@ def test_fully_shard_refuses_pipelines_that_take_gradients_of_parameters_later(c
     x = torch.randn(4, 16, device=ctx.device)
     with pytest.raises(NotImplementedError, match="two backwards .zero bubble., .* take ScheduleGPipe, Schedule1F1B"):
         ScheduleInterleavedZeroBubble(stages, 2, loss_fn=F.mse_loss).step(x, target=x)
+    for sync, kept in ((False, True), (True, False)):  # a graph that is kept in eager is no schedule's
+        for chunk in chunks:
+            chunk.set_requires_gradient_sync(sync)
+            chunk(x).sum().backward(retain_graph=kept)
+    for chunk in chunks:
+        chunk.zero_grad()
     ScheduleLoopedBFS(stages, 2, loss_fn=F.mse_loss).step(x, target=x)
     assert all(parameter.grad.full_tensor().any() for chunk in chunks for parameter in chunk.parameters())

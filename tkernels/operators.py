@@ -464,7 +464,8 @@ def reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R. Exceptions: as in all_gather_matmul.
     out: a contiguous [M/R, ...] to fill and return, of any of these dtypes, without a gradient. It may be this rank's
     rows of x.
-    factor: what the sum is multiplied by, in fp32, before it is rounded, once: 1/R for a mean.
+    factor: what the sum is multiplied by, in fp32, before it is rounded, once: 1/R for a mean. The same on all ranks,
+    and a constant of a program, since each value is prepared, as a shape is.
     """
     check_type("reduce_scatter: factor", factor, numbers.Real | torch.SymFloat, "a number")
     ctx = as_context(ctx, "reduce_scatter: ctx")

@@ -121,7 +121,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Autocast, where backward runs under it, rounds no operands, as it rounds none of any operator here.
     """
     if transformed() or not PLAIN.issuperset((type(a), type(b))) or not may_stage(a, b):
-        if not torch.is_autocast_enabled(a.device.type):
+        if a.is_meta or not torch.is_autocast_enabled(a.device.type):
             return a @ b
         with torch.autocast(a.device.type, enabled=False):
             return a @ b

@@ -91,8 +91,7 @@ class OverlappedDDP(nn.Module):
         of the next two options needs it.
     overlap_param_gather: after the update, the forward of each module waits for its own parameters only.
     num_distributed_optimizer_instances: I, which must divide R.
-    average: the mean over ranks, rounded once (by torch.distributed twice; fp16 is divided before its sum there).
-        Otherwise gradients are the sum over ranks.
+    average: gradients are the mean over ranks, otherwise the sum.
     grad_dtype: dtype of `main_grad`, in which gradients are added up and summed over ranks; default: the parameter's.
         If it differs, `.grad` is a copy of the sum in the parameter's dtype, as torch's optimizers require.
     comm_stream: default: that of all data parallelism over these ranks. dev: the module that provides streams; default:

@@ -171,16 +171,17 @@ class Engine:
                 self._uses = self._learned[gradients] = []
             elif self._changed():
                 self.end()
-            self.begin()
-            self._fresh = False
+        self.begin()  # also inside of another's backward, as where a reentrant checkpoint holds the whole model
+        self._fresh = False
         self._forwards += 1
 
-    def leave(self):
+    def leave(self, unit: "Unit"):
         """Called after each forward of a unit, also one that failed."""
         self._forwards -= 1
-        if self._forwards == 0 and not backward_runs():
+        outermost = self._forwards == 0  # unless an interrupt has ended one, of which no hook tells
+        if (outermost or unit is self.root) and not backward_runs():
             self.put_away()
-            if not torch.is_grad_enabled():
+            if outermost and not torch.is_grad_enabled():
                 self.end(evaluated=True)
 
     def put_away(self):
@@ -226,7 +227,8 @@ class Engine:
                 raise LeaseError("a backward has failed before this one; call zero_grad() after a failure")
             self.end()
         if self._backward.begin():
-            self._kept_graph |= not self.root.reduces and torch._C._autograd._get_current_graph_task_keep_graph()
+            kept = self._kept_graph or torch._C._autograd._get_current_graph_task_keep_graph()
+            self._kept_graph = kept and not self.root.reduces
             self.begin()
             self._begin_sums()
 
@@ -323,6 +325,7 @@ class Engine:
 
         units: whose; None: of all.
         """
+        self._kept_graph = False
         for unit in self.units if units is None else units:
             unit.begun = unit.resident
             unit.owing.clear()
@@ -601,21 +604,25 @@ class Unit:
                 else:
                     self.engine.used(self)
             self.engine.lingering = None
+            self._reading.close()  # of the last stream, if it lingered
             self.expose()
         self.uses += 1
 
     def unuse(self):
         self.uses -= 1
-        if self.uses == 0:
+        if self.uses > 0:
+            return
+        if not (self.reshards or backward_runs() and not self.stays):
             self._reading.close()
-            if self.reshards or backward_runs() and not self.stays:
-                self.engine.put_away()  # a unit inside of this one
-                if len(self.modules) > 1:
-                    self.engine.lingering = self  # its next module comes next, as a rule
-                else:
-                    self.put_away()
+            return
+        self.engine.put_away()  # a unit inside of this one
+        if len(self.modules) > 1:
+            self.engine.lingering = self  # its next module comes next, as a rule; until then, others may read
+        else:
+            self.put_away()
 
     def put_away(self):
+        self._reading.close()
         self.conceal()
         if self.engine.next(1) != [self]:  # kept if used next: the last one of forward is the first of backward
             self.release()
@@ -670,7 +677,7 @@ class Unit:
         try:
             self.use()
         except BaseException:
-            self.engine.leave()
+            self.engine.leave(self)
             raise
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
@@ -696,7 +703,7 @@ class Unit:
         finally:
             if not self.is_root or self.reshards or backward_runs():
                 self.unuse()
-            self.engine.leave()
+            self.engine.leave(self)
         if self.policy.output_dtype is not None:
             return _cast(output, self.policy.output_dtype)
         return None

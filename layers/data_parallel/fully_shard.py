@@ -231,7 +231,7 @@ class ShardedModule(FSDPModule):
             group.divisor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool):
-        """Changes nothing: gradients are always summed, then divided."""
+        """Changes nothing: gradients are always summed, and the sum is divided."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True):
         """Changes nothing: each reduction goes on to the replicas, to the same sums. See set_requires_gradient_sync."""

@@ -189,7 +189,7 @@ class Parameter:
 
     @property
     def counter(self) -> torch.Tensor:
-        """What has torch's count of writes to the whole parameter, since it got its memory or from some number on."""
+        """What has torch's count of writes to the whole parameter's memory, since it got it or from some number on."""
         return self.whole if self.tensor_parallel is None else self.whole._local_tensor
 
     def point(self, memory: torch.Tensor):
@@ -238,8 +238,8 @@ class ParamGroup:
         self.divisor: float | None = None
         self.id = kind
         self._shards: list[torch.Tensor] = []
-        self._counters: list[torch.Tensor] = []  # of writes to the whole parameters, since the module has got them
-        self._writes: list[int] = []  # what they said then
+        self._counters: list[tuple[str, torch.Tensor]] = []  # of writes to the whole parameters
+        self._writes: list[int] = []  # what they said when the module got these
         self._hidden: dict[int, int] = {}  # by a counter of writes, what it says while `conceal` has it say so
         self._views, self._layouts = {}, {}
         for parameter in parameters:
@@ -314,6 +314,7 @@ class ParamGroup:
                 parameter.make_whole(self.param_dtype, shard.device, hook)
         self._views.clear()
         self._hidden.clear()
+        self._counters, self._writes = [], []
         return True
 
     def _check_settled(self, parameter: Parameter, now, first):
@@ -372,15 +373,18 @@ class ParamGroup:
         counters = [parameter.counter for parameter in self.parameters]
         hidden = [counter for counter in counters if self._hidden.pop(id(counter), None) == counter._version]
         torch._C._autograd._unsafe_set_version_counter(hidden, [counter._version - 1 for counter in hidden])
-        self._counters, self._writes = counters, [counter._version for counter in counters]
+        # Writes to a DTensor count there alone.
+        dtensors = [(each.name, each.whole) for each in self.parameters if each.tensor_parallel is not None]
+        self._counters = [*zip((each.name for each in self.parameters), counters, strict=True), *dtensors]
+        self._writes = [counter._version for _, counter in self._counters]
 
     def check_unwritten(self, module: nn.Module):
         """Raises TypeError if a forward has written to a whole parameter."""
-        now = [counter._version for counter in self._counters]
+        now = [counter._version for _, counter in self._counters]
         if now == self._writes:
             return
-        pairs = zip(self.parameters, now, self._writes, strict=True)
-        name = next(parameter.name for parameter, *writes in pairs if writes[0] != writes[1])
+        places = zip(self._counters, now, self._writes, strict=True)
+        name = next(name for (name, _), writes, before in places if writes != before)
         raise TypeError(
             f"fully_shard: the forward of {type(module).__name__} has written to {name}, as an embedding with "
             f"max_norm= does; nothing brings that to other ranks, or to the sharded parameter; write between steps, to "
@@ -450,27 +454,29 @@ class ParamGroup:
 
         Returns it as it was before it was rounded, if that is what gradients are added up in.
         """
-        exact = self.adds_up_wider or sums.dtype not in SUMMED
-        mean = (buffer if self.ranks.shard is None else torch.empty_like(sums, dtype=buffer.dtype)) if exact else sums
+        mean = torch.empty_like(sums, dtype=buffer.dtype) if self.adds_up_wider else sums
         for start, stop in layout.pieces(buffer.dtype):
             self._reduce_piece(buffer[layout.ranks * start : layout.ranks * stop], mean[start:stop])
-        if exact:
-            sums.copy_(mean)
+        if self.divisor is not None:  # by itself: each other factor would be another prepared call
+            mean.mul_(self.ranks.size / self.divisor)
         if not self.adds_up_wider:
             return None
-        return mean.clone() if mean is buffer else mean  # the buffer is another stream's
+        sums.copy_(mean)
+        return mean
 
     def _reduce_piece(self, piece: torch.Tensor, out: torch.Tensor):
-        shard, replica = self.ranks.shard, self.ranks.replica
-        factor = 1 / (self.ranks.size if self.divisor is None else self.divisor)
+        shard, replica, factor = self.ranks.shard, self.ranks.replica, 1 / self.ranks.size
         if shard is not None:
-            part = out
-            if replica is not None and out.dtype != piece.dtype:  # that of the sum over replicas
-                part = torch.empty_like(out, dtype=piece.dtype)
+            rounds = replica is None and out.dtype in SUMMED
+            part = out if rounds or out.dtype == piece.dtype else torch.empty_like(out, dtype=piece.dtype)
             tkernels.reduce_scatter(piece, out=part, factor=factor, ctx=shard)
-            piece, factor = part, 1.0  # applied at first, since fp16 might not hold the sum
+            piece, factor = part, 1.0  # the factor at first, since fp16 might not hold the sum
         if replica is not None:
-            tkernels.all_reduce(piece, out=out, factor=factor, ctx=replica)
+            total = out if out.itemsize <= piece.itemsize else piece  # no wider than what is summed, to send no more
+            tkernels.all_reduce(piece, out=total, factor=factor, ctx=replica)
+            piece = total
+        if piece is not out:
+            out.copy_(piece)
 
     def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor, unrounded=None) -> bool:
         """Make these the gradients of the sharded parameters, or add them to those that there are.

@@ -131,7 +131,7 @@ class _Gathered(dist.Work):
 
 
 class ReduceScatter(_Comm):
-    """SUM, AVG and PREMUL_SUM: summed and multiplied in fp32, and rounded once."""
+    """SUM, AVG, and PREMUL_SUM: the sum, rounded, is multiplied."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         kind = getattr(op, "op", op)  # a ReduceOp, or one of its kinds
@@ -139,9 +139,8 @@ class ReduceScatter(_Comm):
             log_once(f"FSDP2: {kind} of {input_tensor.dtype} stays torch's; tkernels sums fp32, fp16 and bf16")
             return self.before(output_tensor, input_tensor, group, op, async_op)
         ctx = self.contexts[group]
-        if kind == PREMUL_SUM:
-            _, factor = op.__getstate__()
-        else:
-            factor = 1 / ctx.size if kind == AVG else 1.0
+        factor = 1 / ctx.size if kind == AVG else 1.0
         tkernels.reduce_scatter(input_tensor, out=output_tensor, factor=factor, ctx=ctx)
+        if kind == PREMUL_SUM:
+            output_tensor.mul_(op.__getstate__()[1])  # (kind, factor), which may change from step to step
         return None

@@ -63,6 +63,11 @@ def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(most, size - rank * most)) for rank in range(ranks))
 
 
+def _writes(parameter: torch.Tensor) -> int:
+    """Torch's count of writes; 0 for one made in inference mode, which has none."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
 class _Local(torch.autograd.Function):
     """A parameter's local tensor. Its gradient becomes a DTensor of the same placements.
 
@@ -70,20 +75,21 @@ class _Local(torch.autograd.Function):
     one core, torch 2.13): a parameter's gradient has the parameter's own sizes and strides, which to_local works out.
 
     Writes to a DTensor count at the DTensor alone, so that what saves the local tensor for backward sees none: they are
-    looked for here.
+    looked for here, whether or not backward needs the value. torch._foreach operations, fused optimizers too, count
+    none.
     """
 
     @staticmethod
     def forward(ctx, parameter):
-        ctx.spec, ctx.parameter, ctx.version = parameter._spec, parameter, parameter._version
+        ctx.spec, ctx.parameter, ctx.version = parameter._spec, parameter, _writes(parameter)
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.parameter._version != ctx.version:
+        if _writes(ctx.parameter) != ctx.version:
             raise RuntimeError(
                 f"a parameter {list(ctx.spec.shape)} of a parallel module has been written to between a forward and "
-                f"its backward, as by an optimizer's step, and gradients would be of neither value; run backward "
+                f"its backward, as by an optimizer's step, so that gradients might be of neither value; run backward "
                 f"before it, or forward again"
             )
         spec = copy.copy(ctx.spec)
