@@ -154,8 +154,8 @@ def _fused_scaled_matmul_reduce_scatter(
     beyond = _unscalable(A, [B], [result_scale], [out_dtype])
     if bias is not None and not beyond:
         beyond = "torch's adds a bias on every rank before the sum"
-    if A_scale.numel() != 1 and A_scale.shape[-1] != 1 and not beyond:
-        beyond = f"A_scale {list(A_scale.shape)} is neither one number nor one a row"
+    if A_scale.shape[:-1] == A.shape[:-1] and A_scale.shape[-1] != 1 and not beyond:
+        beyond = f"A_scale {list(A_scale.shape)} has several numbers a row"
     ctx = _context(name, group_name, whole, [B], orig_scatter_dim, reduce_op, beyond)
     if ctx is None:
         return _torchs(name, A)(
