@@ -173,8 +173,10 @@ def test_float8_copies_of_weights_are_kept_until_a_weight_may_have_changed(ctx):
         frozen = [(outputs(), quantized.weights(*shapes))[1] for _ in range(2)]
         assert frozen == [0, 0]
         at = x.to(ctx.device).requires_grad_()
+        memory = torch.empty_like(model.weight.detach())
         for factor in (1, 2):  # frozen weights of one call each, of which the second lies where the first did
-            other = {"weight": model.weight.detach() * factor, "bias": torch.zeros_like(model.bias)}
+            memory.data.copy_(model.weight.detach() * factor)  # each .data has a count of writes of its own
+            other = {"weight": memory.data, "bias": torch.zeros_like(model.bias)}
             ys = [torch.func.functional_call(model, other, at).detach() for _ in range(2)]
             assert torch.equal(*ys) and quantized.weights(*shapes) == 1
             del other

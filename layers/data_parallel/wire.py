@@ -97,10 +97,16 @@ class Wire:
         """Collective. Replace x by its sum over ranks, times a factor."""
         raise NotImplementedError
 
-    def reduce_scatter(self, x: torch.Tensor, rows=None, factor: float = 1.0, out: torch.Tensor | None = None):
-        """Collective. The sum over ranks, times a factor, of this rank's part of x, in `out` or in place. x is used up.
+    def reduce_scatter(
+        self,
+        x: torch.Tensor,
+        rows: tuple[int, ...] | None = None,
+        factor: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Collective. This rank's part of the sum over ranks, times a factor, in `out` or in its place in x.
 
-        rows: tuple[int, ...] or None.
+        The rest of x is undefined then.
         """
         raise NotImplementedError
 
