@@ -41,14 +41,14 @@ os.register_at_fork(after_in_child=lambda: _parents.update(dist.distributed_c10d
 
 
 @functools.cache
-def _gloo_device():
+def gloo_device():
     """Of all meetings, as each device has a thread that wakes a hundred times a second."""
     gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
     return gloo.create_device(interface=interface.split(",")[0]) if interface else gloo.create_default_device()
 
 
 # Their threads would abort the exit.
-atexit.register(_gloo_device.cache_clear)
+atexit.register(gloo_device.cache_clear)
 atexit.register(_hosts.clear)
 
 
@@ -188,7 +188,7 @@ class Group:
         if not _until(here, limit.total_seconds(), name_late):
             raise RuntimeError(f"some have not come within {limit}")
         options = dist.ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [_gloo_device()], 1, limit
+        options._devices, options._threads, options._timeout = [gloo_device()], 1, limit
         store = dist.PrefixStore(f"{self._key}/{number}", store)
         _hosts[group] = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         return _hosts[group]

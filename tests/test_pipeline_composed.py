@@ -332,6 +332,7 @@ def test_fully_shard_trains_under_torchs_pipelines(ctx, name, strategy):
                         assert_close_to(found.grad.full_tensor().cpu(), true.grad, terms=256)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="two stages of one rank begin by messages to itself there")
 @pytest.mark.ranks(2)
 def test_fully_shard_refuses_pipelines_that_take_gradients_of_parameters_later(ctx):
     """Those would be lost: what the parameters of a stage are then, its units have gathered for another graph."""

@@ -24,6 +24,8 @@ that are marked.
 
 import ast
 import contextlib
+import datetime
+import functools
 import gc
 import importlib
 import importlib.util
@@ -250,6 +252,7 @@ def _run_body(ctx, import_path, module, body, environment) -> tuple[str, str] | 
     environment: what it finds changed in os.environ; None for what is not there.
     """
     sys.path[:] = import_path
+    _share_gloos_thread()
     place, (owner, function, *given) = _load(*module), body
     values, state = ({name: ctx if value is None else pickle.loads(value) for name, value in g.items()} for g in given)
     if owner:
@@ -273,6 +276,30 @@ def _run_body(ctx, import_path, module, body, environment) -> tuple[str, str] | 
                 if isinstance(value, pytest.MonkeyPatch):
                     value.undo()
     return None
+
+
+@functools.cache
+def _share_gloos_thread():
+    """Let this rank's process groups of gloo share a device from now on.
+
+    Each one's has a thread that wakes up 100 times a second, and torch keeps the groups that bodies make: those of a
+    whole suite took more than half of two cores.
+    """
+    from torch.distributed import ProcessGroupGloo as Gloo
+
+    from tkernels.comm.group import gloo_device
+
+    make = Gloo.__init__
+
+    def init(self, store, rank, size, timeout):
+        if isinstance(timeout, datetime.timedelta):
+            options = Gloo._Options()
+            options._devices, options._threads, options._timeout = [gloo_device()], 2, timeout
+        else:
+            options = timeout
+        make(self, store, rank, size, options)
+
+    Gloo.__init__ = init
 
 
 def _load(name: str, path: str):
