@@ -26,7 +26,8 @@ from tkernels.quantize import quantize_reference
 from tkernels.timing import measure
 
 SHAPES = (
-    (8192, 4096), (8192, 8192), (16384, 8192), (4096, 14336), (8192, 28672), (2048, 53248), (12345, 5120), (7777, 3001),
+    (8192, 4096), (8192, 8192), (16384, 8192), (4096, 14336), (8192, 28672), (2048, 53248), (32768, 2048),
+    (12345, 5120), (7777, 3001),
 )  # fmt: skip
 TINY = ((64, 128),)
 READS = {"row": 1, "tensor": 2, "silu, row": 2}  # of elements, for each that is written

@@ -4,9 +4,10 @@
     q     = x * (1 / scale), rounded to nearest even
 
 Where an activation comes before, alone or as the gate of a product, x is what they give, and no memory holds that.
-A row that one program holds is read once. Longer rows and whole tensors take two kernels: maxima of parts of a row,
-then their maximum and the cast. A whole tensor is one row. Bits are the same on every run, and the same as those of
-`quantize_reference`.
+A program takes a row. It holds a short one, and one with an activation; others it reads twice, the second time from
+the L2 cache, for programs that hold much are few, and wait together. Rows that the cache has no room for, and whole
+tensors, which are one row, take two kernels: maxima of parts of a row, then their maximum and the cast. Bits are the
+same on every run, and the same as those of `quantize_reference`.
 """
 
 import functools
@@ -27,7 +28,9 @@ from tkernels.configs import DTYPES, FP8
 
 SCALES = ("row", "tensor")
 LONGEST_ROW = 32768  # that a program holds: 32 elements of each of 1024 threads, without spills
-ELEMENTS = 8192  # of a program with 8 warps
+SHORT_ROW = 2048  # that a program holds, where it could read it twice
+LONGEST_READ = 1 << 17  # bytes of a row that a program reads twice: those of all SMs fit in the L2 cache
+ELEMENTS = 8192  # that a program of parts loads at once, with 8 warps
 MOST_PARTS = 1024  # of a row
 # Least scale, the smallest normal number of fp32: its inverse is finite, so a row of zeros gives zeros.
 LEAST = tl.constexpr(2.0**-126)
@@ -61,17 +64,58 @@ def divide(x, scale, DTYPE: tl.constexpr):
     return tl.where(tl.abs(x) < INFINITY, x * inverse, float("nan")).to(DTYPE)
 
 
+class Source(NamedTuple):
+    """What is quantized: rows of x, or activation(x), or activation(gate) * x. Pointers, and elements between rows."""
+
+    x: object
+    x_stride: object
+    gate: object
+    gate_stride: object
+
+
 @triton.jit
-def load_activated(x, x_stride, gate, gate_stride, row, column, inside, ACTIVATION: tl.constexpr):
-    """Elements of x, or activation(x), or with a gate activation(gate) * x; 0 outside. Each step is rounded as in x."""
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    if gate is not None:
-        factor = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+def load(source, row, column, inside, ACTIVATION: tl.constexpr):
+    """Elements of a source; 0 outside, and inside=None loads all. Each step is rounded as in x."""
+    other: tl.constexpr = None if inside is None else 0.0
+    value = tl.load(source.x + row * source.x_stride + column, mask=inside, other=other)
+    if source.gate is not None:
+        factor = tl.load(source.gate + row * source.gate_stride + column, mask=inside, other=other)
         factor = activate(factor.to(tl.float32), ACTIVATION).to(factor.dtype).to(tl.float32)
         value = (factor * value.to(tl.float32)).to(value.dtype)
     elif ACTIVATION != 0:
         value = activate(value.to(tl.float32), ACTIVATION).to(value.dtype)
     return value
+
+
+@triton.jit
+def largest_of(source, row, start, end, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The largest magnitude between two columns of a row.
+
+    Whole blocks have no mask: one that may end anywhere would let each thread load only one element at once.
+    """
+    found = tl.zeros((BLOCK,), tl.float32)
+    whole = start + (end - start) // BLOCK * BLOCK
+    for first in range(start, whole, BLOCK):
+        values = load(source, row, first + tl.arange(0, BLOCK), None, ACTIVATION)
+        found = tl.maximum(found, magnitude(values))
+    if whole < end:
+        column = whole + tl.arange(0, BLOCK)
+        found = tl.maximum(found, magnitude(load(source, row, column, column < end, ACTIVATION)))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def cast(source, row, start, end, unit, q, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Write what lies between two columns of a row, divided by its scale. q: where the row begins."""
+    whole = start + (end - start) // BLOCK * BLOCK
+    for first in range(start, whole, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = load(source, row, column, None, ACTIVATION)
+        tl.store(q + column, divide(values, unit, q.dtype.element_ty))
+    if whole < end:
+        column = whole + tl.arange(0, BLOCK)
+        values = load(source, row, column, column < end, ACTIVATION)
+        tl.store(q + column, divide(values, unit, q.dtype.element_ty), mask=column < end)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -80,14 +124,27 @@ def quantize_rows_kernel(
     MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Each program quantizes ROWS whole rows."""
+    """Each program quantizes ROWS whole rows, which it holds."""
     row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    values = load_activated(x, x_stride, gate, gate_stride, row, column, inside, ACTIVATION)
+    values = load(Source(x, x_stride, gate, gate_stride), row, column, inside, ACTIVATION)
     unit = scale_of(tl.max(magnitude(values), 1, keep_dims=True), MOST, POWER_OF_TWO)
     tl.store(scale + row, unit, mask=row < rows)
     tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize_row_kernel(
+    x, x_stride, gate, gate_stride, q, scale, columns,  # as above
+    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):
+    """Each program quantizes a row, which it reads twice."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    source = Source(x, x_stride, gate, gate_stride)
+    unit = scale_of(largest_of(source, row, 0, columns, BLOCK, ACTIVATION), MOST, POWER_OF_TWO)
+    tl.store(scale + row, unit)
+    cast(source, row, 0, columns, unit, q + row * columns, BLOCK, ACTIVATION)
 
 
 @triton.jit
@@ -99,12 +156,8 @@ def largest_kernel(
     row = tl.cast(tl.program_id(0) // parts, tl.int64)
     start = tl.cast(tl.program_id(0) % parts, tl.int64) * part
     end = tl.minimum(start + part, columns)
-    found = tl.zeros((BLOCK,), tl.float32)
-    for first in range(start, end, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        values = load_activated(x, x_stride, gate, gate_stride, row, column, column < end, ACTIVATION)
-        found = tl.maximum(found, magnitude(values))
-    tl.store(largest + tl.program_id(0), tl.max(found, 0))
+    found = largest_of(Source(x, x_stride, gate, gate_stride), row, start, end, BLOCK, ACTIVATION)
+    tl.store(largest + tl.program_id(0), found)
 
 
 @triton.jit
@@ -121,10 +174,7 @@ def quantize_parts_kernel(
     unit = scale_of(found, MOST, POWER_OF_TWO)
     if start == 0:
         tl.store(scale + row, unit)
-    for first in range(start, end, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        values = load_activated(x, x_stride, gate, gate_stride, row, column, column < end, ACTIVATION)
-        tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=column < end)
+    cast(Source(x, x_stride, gate, gate_stride), row, start, end, unit, q + row * columns, BLOCK, ACTIVATION)
 
 
 @triton.jit
@@ -194,7 +244,7 @@ class Quantize(NamedTuple):
             _say_slow(str(x.device))
             return self.by_torch
         columns = x.shape[-1] if self.scale == "row" else x.numel()
-        plan = self.by_row if columns <= (LONGEST_ROW if gate is None else LONGEST_ROW // 2) else self.by_part
+        plan = self.plan(x, gate, columns)
         run = plan(in_rows_of(x, columns), gate if gate is None else in_rows_of(gate, columns), q_like)
 
         def call(x, gate):
@@ -239,18 +289,37 @@ class Quantize(NamedTuple):
         shape = (*x.shape[:-1], 1) if self.scale == "row" else ()
         return x.new_empty(x.shape, dtype=self.dtype), x.new_empty(shape, dtype=torch.float32)
 
+    def plan(self, x: torch.Tensor, gate: torch.Tensor | None, columns: int):
+        """Which of the launches below takes rows of so many columns. None computes an activation twice where it can."""
+        if self.activation is None and SHORT_ROW < columns <= LONGEST_READ // x.itemsize:
+            return self.by_reads
+        return self.by_row if columns <= (LONGEST_ROW if gate is None else LONGEST_ROW // 2) else self.by_part
+
     def by_row(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
-        """The launch for tensors like these [rows, columns], of rows that a program holds.
+        """The launch for tensors like these [rows, columns], of rows that a program holds, 16 elements a thread.
 
         A function of (x,) or (x, gate), q and scale.
         """
         (rows, columns), wide = x.shape, triton.next_power_of_2(x.shape[1])
-        together, (operands, varying) = max(ELEMENTS // wide, 1), self.operands(x, gate)
+        together, (operands, varying) = max(ELEMENTS // 2 // wide, 1), self.operands(x, gate)
         launch = PreparedLaunch(
             quantize_rows_kernel, triton.cdiv(rows, together), varying=(*varying, "q", "scale"),
             **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), rows=rows, columns=columns,
             MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, ROWS=together, COLUMNS=wide,
-            num_warps=max(8, wide // 1024),
+            num_warps=min(max(8, wide // 512), 32),
+        )  # fmt: skip
+        return lambda loaded, q, scale: launch(*loaded, q, scale)
+
+    def by_reads(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
+        """The same for rows that a program reads twice, by blocks of at most 4/7 of a row, 16 elements a thread."""
+        (rows, columns), (operands, varying) = x.shape, self.operands(x, gate)
+        most = 8192 if columns * x.itemsize <= LONGEST_READ // 2 else 16384  # so that fewer rows are in the cache
+        block = max(min(triton.next_power_of_2(columns * 4 // 7 + 1) // 2, most), 1)
+        launch = PreparedLaunch(
+            quantize_row_kernel, rows, varying=(*varying, "q", "scale"),
+            **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), columns=columns,
+            MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, BLOCK=block,
+            num_warps=max(block // 512, 4),
         )  # fmt: skip
         return lambda loaded, q, scale: launch(*loaded, q, scale)
 
