@@ -28,7 +28,8 @@ from tkernels.configs import DTYPES, FP8
 
 SCALES = ("row", "tensor")
 LONGEST_ROW = 32768  # that a program holds: 32 elements of each of 1024 threads, without spills
-SHORT_ROW = 2048  # that a program holds, where it could read it twice
+SHORT_ROW = 1023  # that a program holds, where it could read it twice
+HELD = 2048  # elements that a program holds at least, of several rows where they are short
 LONGEST_READ = 1 << 17  # bytes of a row that a program reads twice: those of all SMs fit in the L2 cache
 ELEMENTS = 8192  # that a program of parts loads at once, with 8 warps
 MOST_PARTS = 1024  # of a row
@@ -150,10 +151,10 @@ def quantize_row_kernel(
 @triton.jit
 def largest_kernel(
     x, x_stride, gate, gate_stride, largest, columns, parts, part,  # as above; [rows, parts]; columns of a part
-    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    ONE_ROW: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):
-    """The largest magnitude of each part of each row."""
-    row = tl.cast(tl.program_id(0) // parts, tl.int64)
+    """The largest magnitude of each part of each row. ONE_ROW: then its parts are aligned, whatever its length."""
+    row = 0 if ONE_ROW else tl.cast(tl.program_id(0) // parts, tl.int64)
     start = tl.cast(tl.program_id(0) % parts, tl.int64) * part
     end = tl.minimum(start + part, columns)
     found = largest_of(Source(x, x_stride, gate, gate_stride), row, start, end, BLOCK, ACTIVATION)
@@ -163,10 +164,11 @@ def largest_kernel(
 @triton.jit
 def quantize_parts_kernel(
     x, x_stride, gate, gate_stride, largest, q, scale, columns, parts, part,  # as above; [rows, columns], [rows]
-    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Each program quantizes a part of a row, by the largest magnitude of all its parts. PARTS: room for them."""
-    row = tl.cast(tl.program_id(0) // parts, tl.int64)
+    row = 0 if ONE_ROW else tl.cast(tl.program_id(0) // parts, tl.int64)
     start = tl.cast(tl.program_id(0) % parts, tl.int64) * part
     end = tl.minimum(start + part, columns)
     each = tl.arange(0, PARTS)
@@ -301,12 +303,12 @@ class Quantize(NamedTuple):
         A function of (x,) or (x, gate), q and scale.
         """
         (rows, columns), wide = x.shape, triton.next_power_of_2(x.shape[1])
-        together, (operands, varying) = max(ELEMENTS // 2 // wide, 1), self.operands(x, gate)
+        together, (operands, varying) = max(HELD // wide, 1), self.operands(x, gate)
         launch = PreparedLaunch(
             quantize_rows_kernel, triton.cdiv(rows, together), varying=(*varying, "q", "scale"),
             **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), rows=rows, columns=columns,
             MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, ROWS=together, COLUMNS=wide,
-            num_warps=min(max(8, wide // 512), 32),
+            num_warps=min(max(wide, HELD) // 512, 32),
         )  # fmt: skip
         return lambda loaded, q, scale: launch(*loaded, q, scale)
 
@@ -319,7 +321,7 @@ class Quantize(NamedTuple):
             quantize_row_kernel, rows, varying=(*varying, "q", "scale"),
             **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), columns=columns,
             MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, BLOCK=block,
-            num_warps=max(block // 512, 4),
+            num_warps=max(block // 512, 1),
         )  # fmt: skip
         return lambda loaded, q, scale: launch(*loaded, q, scale)
 
@@ -331,7 +333,8 @@ class Quantize(NamedTuple):
         parts = triton.cdiv(columns, part)
         like, (operands, varying) = q.new_empty(0, dtype=torch.float32), self.operands(x, gate)
         common = dict(
-            **operands, largest=like, columns=columns, parts=parts, part=part, BLOCK=ELEMENTS, num_warps=8
+            **operands, largest=like, columns=columns, parts=parts, part=part, ONE_ROW=rows == 1, BLOCK=ELEMENTS,
+            num_warps=8,
         )  # fmt: skip
         find = PreparedLaunch(largest_kernel, rows * parts, varying=(*varying, "largest"), **common)
         cast = PreparedLaunch(
