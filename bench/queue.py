@@ -45,6 +45,7 @@ STEPS = (
     Step("sweep", "bench.sweep --seed 1 --problems 100 --ranks {ranks} --json {json}", 6),
     Step("gemm", "bench.run gemm --layout TN,NN,NT --ranks 1 --json {json}", 5, 1),
     Step("fp8-gemm", "bench.run gemm --dtype fp8 --ranks 1 --json {json}", 5, 1),
+    Step("quantize", "bench.quantize --json {json}", 2, 1),
     Step("local-sweep", "bench.sweep --seed 1 --problems 300 --json {json}", 3, 1),
     Step("local-fp8-sweep", "bench.sweep --dtype fp8 --seed 1 --problems 200 --json {json}", 3, 1),
     Step("operations", f"pytest {GPU_TESTS} ranks tests/test_all_gather_matmul.py tests/test_matmul_reduce_scatter.py "

@@ -31,7 +31,7 @@ def kernels(request, monkeypatch):
     """Programs hold rows, read one twice, or take parts of one, whatever its length. -> those of scale="row"."""
     monkeypatch.setattr(module, "local_calls", LocalCalls())
     monkeypatch.setattr(module, "ELEMENTS", 256)  # so that small shapes take several programs
-    monkeypatch.setattr(module, "HELD", 128)
+    monkeypatch.setattr(module, "HELD", 512)
     if request.param == "rows":
         return ["quantize_rows_kernel"]
     monkeypatch.setattr(module, "SHORT_ROW", 0)
