@@ -13,7 +13,7 @@ from products import TILINGS
 from products import product_of_gathered as reference
 from transports import (
     every_path,
-    every_transport,
+    every_transport_and_nodes,
     every_transport_if_exhaustive,
     fewer,
     late,
@@ -49,7 +49,7 @@ def operands(ctx, make, rows, N, K, dtype, seed, transposed=False):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@every_transport
+@every_transport_and_nodes
 @every_path
 def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
     ctx = over(ctx, transport)
@@ -63,7 +63,7 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
 
 
 @pytest.mark.ranks(2, 3)
-@every_transport
+@every_transport_and_nodes
 def test_all_gather_matmul_stages_rows_that_tma_can_not_take(ctx, transport):
     """Of x, which is sent in wider rows, of w and of y, each alone and together; the gathered x has its own rows."""
     ctx, last = over(ctx, transport), ctx.size - 1
@@ -178,7 +178,7 @@ def test_results_come_in_fp32_where_asked(ctx, transport, path):
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 @every_path
 def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport, path):
     ctx = over(ctx, transport)
@@ -235,7 +235,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_and_nodes
 def test_operands_are_read_where_they_are(ctx, transport):
     ctx = over(ctx, transport)
     x, w, bias = operands(ctx, integers, (32, 32), 24, 16, torch.float16, 1)
@@ -326,7 +326,7 @@ def test_one_row_of_a_wider_buffer_is_read_as_a_row(ctx):
 
 
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_and_nodes
 @every_path
 def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     ctx = over(ctx, transport)

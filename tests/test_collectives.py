@@ -16,6 +16,7 @@ import triton
 from execution import execution
 from transports import (
     every_transport,
+    every_transport_and_nodes,
     late,
     late_words,
     launches,
@@ -73,7 +74,7 @@ def test_split_rows_takes_numbers_of_rows_and_of_ranks():
 
 
 @pytest.mark.ranks(2, 3, 4)
-@every_transport
+@every_transport_and_nodes
 @pytest.mark.parametrize("way", ["packets", "one shot", "copies"])
 def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport, way):
     ctx = over(ctx, transport)
@@ -85,7 +86,7 @@ def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport, way):
 
 
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_and_nodes
 def test_all_gather_moves_any_dtype_bit_for_bit(ctx, transport):
     ctx = over(ctx, transport)
     dtypes = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float64, torch.complex64]
@@ -102,7 +103,7 @@ def test_all_gather_moves_any_dtype_bit_for_bit(ctx, transport):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@every_transport
+@every_transport_and_nodes
 @every_way
 def test_sums_of_integers_are_exact_whoever_owns_the_rows(ctx, transport, config):
     ctx = over(ctx, transport)
@@ -136,7 +137,7 @@ def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_r
 
 
 @pytest.mark.ranks(2, 3)
-@every_transport
+@every_transport_and_nodes
 def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
     ctx = over(ctx, transport)
     # Not whole 16-byte vectors, and whole ones; several blocks of packets in a part.
@@ -155,7 +156,7 @@ def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@every_transport
+@every_transport_and_nodes
 def test_sums_are_multiplied_by_a_factor_before_they_are_rounded(ctx, transport):
     ctx = over(ctx, transport)
     for num_elements in (70, 4096, 6 * PACKET_BLOCK):
@@ -188,7 +189,7 @@ def test_all_reduce_by_factors_that_differ_names_them(ctx):
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_and_nodes
 def test_parts_of_many_chunks_arrive_whole(ctx, transport):
     ctx = over(ctx, transport)
     chunk = collectives.MAX_CHUNK_BYTES // 4  # with more programs, chunks are smaller
@@ -346,7 +347,7 @@ def test_strided_and_symmetric_operands_are_taken_and_results_share_no_memory(ct
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 def test_many_calls_of_changing_size_and_kind_on_one_context_never_mix(ctx, transport):
     ctx = over(ctx, transport)
     sizes = [(3, 5), (40, 9), (1, 1), (64, 64), (2, 7), (90, 70), (5, 3)]
@@ -384,7 +385,7 @@ def test_random_delays_change_no_result(ctx, config):
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 @every_way
 def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport, config):
     ctx = over(ctx, transport)
@@ -461,7 +462,7 @@ def tell_kernel(cell, value, table, rank, L):
 
 
 @pytest.mark.ranks(4)
-@every_transport
+@every_transport_and_nodes
 def test_no_rank_passes_a_barrier_before_the_last_one_comes(ctx, transport):
     ctx = over(ctx, transport)
     cell = ctx.empty(1)
@@ -740,7 +741,7 @@ def test_sums_of_any_numbers_are_the_same_bits_as_packets_and_in_chunks(ctx, dty
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 def test_packets_of_calls_of_all_sizes_and_kinds_leave_nothing_behind(ctx, transport):
     """A call sets to zero what the one before has left, however much that was, and whatever came in between."""
     ctx, made = over(ctx, transport), []

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transports import (
-    every_transport,
+    every_transport_and_nodes,
     every_transport_if_exhaustive,
     gpu_only,
     host_work,
@@ -523,7 +523,7 @@ def test_matmul_bias_gradients_are_full_sums_or_this_ranks_part(ctx):
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 def test_matmul_alternates_its_inputs_while_ranks_are_late(ctx, transport):
     ctx = over(ctx, transport)
     for pattern in PATTERNS:

@@ -13,7 +13,7 @@ from products import TILINGS, own_rows_of_sum, sum_of_products
 from transports import (
     assert_stages,
     every_path,
-    every_transport,
+    every_transport_and_nodes,
     every_transport_if_exhaustive,
     fewer,
     late,
@@ -74,7 +74,7 @@ def same_everywhere(ctx, reduction, y):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@every_transport
+@every_transport_and_nodes
 @every_path
 @every_reduction
 def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path, reduction):
@@ -90,7 +90,7 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path, 
 
 
 @pytest.mark.ranks(2, 3)
-@every_transport
+@every_transport_and_nodes
 @every_reduction
 def test_reductions_stage_rows_that_tma_can_not_take(ctx, transport, reduction):
     """Of x and w, and of the partial sums and y, which are computed with more columns; each alone and together."""
@@ -131,7 +131,7 @@ def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx,
 
 
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_and_nodes
 def test_parts_may_begin_anywhere_in_a_transposed_operand(ctx, transport):
     ctx = over(ctx, transport)
     for rows in ((12, 12), (16, 8), (9, 15)):  # rows of whole 16 bytes, parts that begin in their midst
@@ -173,7 +173,7 @@ def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 @every_path
 @every_reduction
 def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport, path, reduction):
@@ -200,7 +200,7 @@ def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transpo
 
 
 @pytest.mark.ranks(2, 4)
-@every_transport
+@every_transport_and_nodes
 @every_path
 @every_reduction
 def test_delays_and_poison_change_no_bit(ctx, transport, path, reduction):
@@ -232,7 +232,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config, reducti
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_and_nodes
 @every_reduction
 def test_operands_are_read_where_they_are(ctx, transport, reduction):
     ctx, rows = over(ctx, transport), (16, 16)

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import os
 import time
 from unittest import mock
 
@@ -23,10 +24,14 @@ from tkernels.gemm import layout_of
 
 TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+# Ranks of which each half is on a node of its own, where every transfer is one of NVSHMEM's verbs. A plain run takes
+# what test_nodes has of it.
+NODES = [pytest.param("nodes", marks=pytest.mark.exhaustive)] if tkernels.RUNTIME == "simulated" else []
+every_transport_and_nodes = pytest.mark.parametrize("transport", TRANSPORTS + NODES)
 # For what follows from a kernel's arithmetic: linking NVSHMEM's library triples the time that each kernel takes to
 # compile, so a plain run leaves out what is the same code but for the verbs.
 every_transport_if_exhaustive = pytest.mark.parametrize(
-    "transport", [TRANSPORTS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSPORTS[1:])]
+    "transport", [TRANSPORTS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSPORTS[1:]), *NODES]
 )
 every_path = pytest.mark.parametrize("path", ["fused", "plain"])
 simulated_only = pytest.mark.skipif(
@@ -72,8 +77,11 @@ def over(ctx, transport, **options):
         return ctx
     key = (transport, *sorted(options.items()))
     if key not in _open or _open[key].failed:
-        options |= {"transport": transport, "heap_bytes": 64 << 20, "default": False}
-        _open[key] = tkernels.init(ctx.group.process_group, **options)
+        nodes = {"TKERNELS_NODES": ",".join(str(rank * 2 // ctx.size) for rank in range(ctx.size))}
+        asked, environment = ("auto", nodes) if transport == "nodes" else (transport, {})
+        options |= {"transport": asked, "heap_bytes": 64 << 20, "default": False}
+        with mock.patch.dict(os.environ, environment):
+            _open[key] = tkernels.init(ctx.group.process_group, **options)
         _open[key].shared = False  # no mesh of a later test may stand for it
     return _open[key]
 
