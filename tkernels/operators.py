@@ -239,7 +239,7 @@ def all_gather_matmul(
     rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
     activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is needed.
     out: a contiguous tensor that shares no memory with the operands, to fill and return.
-    out_dtype: of y, the operands' dtype or float32.
+    out_dtype: of y, the operands' dtype or float32; of FP8 operands bfloat16 by default, float16 or float32.
     config: the tiles and the way of sending, see OverlapConfig. None: the tuned one, else the model's choice.
     path: "fused", or "plain" for a collective and `matmul`, which is faster for few rows and in fp32, see
         tkernels.plain. None: the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same.
