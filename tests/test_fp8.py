@@ -178,6 +178,24 @@ def test_matmul_with_zero_scales_nan_and_sizes_of_zero(way):
         assert got.shape == (M, N) and got.dtype == BF16 and got.eq(0).all()
 
 
+@pytest.mark.parametrize("fast_accum", [True, False], ids=["fast", "precise"])
+def test_matmul_of_a_deep_k_is_too_small_by_no_more_than_sums_lose(way, fast_accum):
+    """Tensor cores cut what lies 13 bits below a sum's first off it, half a bit on average, after each 32 of K.
+
+    That is up to 2^-14 of the sum, towards zero, in each of K / 32 sums; or in 4 where each 128 are added up in fp32.
+    What they cut off products is of either sign: within six standard deviations.
+    """
+    M, N, K = 24, 40, 8192
+    (x, x_scale), (w, w_scale) = quantized((M, K), 1), quantized((N, K), 2)
+    scales = {"x_scale": x_scale, "w_scale": w_scale}
+    got = tkernels.matmul(x, w, **scales, out_dtype=torch.float32, fast_accum=fast_accum)
+    want = truth(x, w, x_scale, w_scale)
+    bias = 1 - (got.double() * want).sum() / want.square().sum()
+    cut = 2.0**-13 * want.abs().amax() * (K / 12) ** 0.5 if DEVICE.type == "cuda" else 2.0**-22 * want.abs().amax()
+    chance = 6 * cut / want.square().sum().sqrt()
+    assert -chance <= bias <= (K if fast_accum else 128) / 32 * 2.0**-14 + chance
+
+
 def test_matmul_takes_leading_dimensions_with_a_scale_a_row():
     x, w = integers((2, 3, 5, 16), E4M3, 1, -8, 8, DEVICE), integers((24, 16), E4M3, 2, -8, 8, DEVICE)
     x_scale, w_scale = powers(30, 3).view(2, 3, 5), powers(24, 4)
@@ -414,6 +432,85 @@ def test_operations_take_sizes_of_zero(ctx, path):
         assert torch.equal(tkernels.matmul_all_reduce(x, w, bias, **scales), want.to(BF16)), (M, N, K)
         got = tkernels.matmul_reduce_scatter(x, w, bias, **scales)
         assert torch.equal(got, want.to(BF16).chunk(2)[ctx.rank] if M else want.to(BF16)), (M, N, K)
+
+
+FAULTS = [  # of rank 0: the operand, whether it has one scale for all, a scale of it, and an element
+    ("x", False, 0.0, 1.0), ("w", True, 0.0, 1.0), ("x", True, torch.nan, 1.0), ("w", False, torch.nan, 1.0),
+    ("x", False, 0.0, torch.nan), ("w", True, 1.0, torch.nan),
+]  # fmt: skip
+
+
+def faulty(ctx, M, N, K):
+    """For each fault: its name, x [M, K], w [N, K] and their scales; they differ from rank to rank."""
+    for seed, (operand, alone, scale, element) in enumerate(FAULTS):
+        x, w = (integers((rows, K), E4M3, 2 * seed + ctx.rank, -8, 8, ctx.device) for rows in (M, N))
+        x_scale, w_scale = (powers(rows, seed + 7 * ctx.rank, -2, 2).view(-1, 1) for rows in (M, N))
+        if ctx.rank == 0:
+            values, scales = (x, x_scale) if operand == "x" else (w, w_scale)
+            values[2, 5], scales[slice(None) if alone else 2] = element, scale
+        if alone:
+            x_scale, w_scale = (x_scale[0], w_scale) if operand == "x" else (x_scale, w_scale[0])
+        yield f"{operand} with scale {scale} and element {element}", x, w, x_scale, w_scale
+
+
+def assert_same(got, want, about: str):
+    """Bit for bit, with NaN in the same places."""
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{about}: {text}")
+
+
+@pytest.mark.ranks(2)
+@every_path
+def test_all_gather_matmul_of_zero_scales_and_nan_is_as_in_fp64(ctx, path):
+    """What is NaN on one rank stays in its own rows, or its own columns."""
+    for about, x, w, x_scale, w_scale in faulty(ctx, 5, 24, 32):
+        bias = integers(24, BF16, 1, device=ctx.device)
+        scales = {"x_scale": x_scale, "w_scale": w_scale, "path": path, "ctx": ctx}
+        y, gathered, gathered_scales = tkernels.all_gather_matmul(x, w, bias, None, True, **scales)
+        parts = zip(*(ctx.group.gather(each.float().cpu()) for each in (x, x_scale.expand(5, 1))), strict=True)
+        whole, whole_scales = (torch.cat(each).to(ctx.device) for each in zip(*parts, strict=True))
+        assert_same(y, truth(whole, w, whole_scales, w_scale.expand(24, 1), bias).to(BF16), about)
+        assert_same(gathered.float(), whole, about)
+        assert_same(gathered_scales, whole_scales, about)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@every_path
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_reductions_of_zero_scales_and_nan_are_as_in_fp64(ctx, path, name):
+    """A part of zeros leaves the other rank's; NaN reaches the sum of its row or its column alone."""
+    for about, x, w, x_scale, w_scale in faulty(ctx, 6, 24, 32):
+        bias = integers(24, BF16, 1, device=ctx.device)
+        parts = ctx.group.gather(truth(x, w, x_scale.expand(6, 1), w_scale.expand(24, 1)).cpu())
+        want = (sum(parts).to(ctx.device) + bias.double()).to(BF16)
+        options = {"x_scale": x_scale, "w_scale": w_scale, "path": path, "ctx": ctx, "wire_dtype": torch.float32}
+        y = getattr(tkernels, name)(x, w, bias, **options)
+        assert_same(y, want.chunk(2)[ctx.rank] if name == "matmul_reduce_scatter" else want, about)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@every_path
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_operations_give_results_in_float16(ctx, path, name):
+    """Integers of 11 bits, which bf16 can't hold."""
+    x = integers((6, 48), E4M3, 1 + ctx.rank, -8, 8, ctx.device)
+    w, bias = (
+        integers((24, 48), E4M3, 5 + ctx.rank, -8, 8, ctx.device),
+        integers(24, torch.float16, 9, -4, 4, ctx.device),
+    )
+    one = torch.ones(1, device=ctx.device)
+    options = {"x_scale": one, "w_scale": one, "out_dtype": torch.float16, "path": path, "ctx": ctx}
+    if name == "all_gather_matmul":
+        want = truth(torch.cat([each.to(ctx.device) for each in ctx.group.gather(x.float().cpu())]), w, one, one, bias)
+    else:
+        options["wire_dtype"] = torch.float32
+        want = sum(ctx.group.gather(truth(x, w, one, one).cpu())).to(ctx.device) + bias.double()
+        want = want.chunk(2)[ctx.rank] if name == "matmul_reduce_scatter" else want
+    assert torch.equal(want.half().double(), want) and not torch.equal(want.to(BF16).double(), want)
+    y = getattr(tkernels, name)(x, w, bias, **options)
+    assert y.dtype == torch.float16 and torch.equal(y.double(), want)
+    ctx.check()
 
 
 ON_WIRE = {"wire_dtype": E4M3}
