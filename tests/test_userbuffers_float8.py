@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from tensor_parallel import fill, own_part, whole_state
+from test_userbuffers import PRESETS
 from transports import launches
 
 import tkernels
@@ -162,6 +163,28 @@ def test_general_gemm_of_float8_is_close_to_the_product_of_dequantized_operands(
     assert decibels(te.general_gemm(A, row, use_split_accumulator=True)[0], truth) > 50
 
 
+@pytest.mark.ranks(2)
+def test_general_gemm_of_float8_is_within_transformer_engines_limits(ctx):
+    """Split overlaps: beside a gather and the local product, or local products in bf16 whose sum is of that dtype.
+
+    Values are of size one, and sums of some more, so that what is wrong is beyond both limits.
+    """
+    quantizer, shared = te.Float8CurrentScalingQuantizer(E4M3), helper(ctx)
+    x, w = (quantizer(normal((rows, 128), torch.bfloat16, rows + ctx.rank, ctx.device)) for rows in (S, 40))
+    for aggregate in (False, True):
+        comm = te.CommOverlapP2P([2 * S, 128], torch.uint8, shared, 2, AG, aggregate=aggregate)
+        whole, _ = te.gather_along_first_dim(x, ctx.group.process_group)
+        got, want = te.general_gemm(w, x, ub=comm, ub_type=AG)[0], te.general_gemm(w, whole)[0]
+        assert_within_transformer_engines_limits(got, want, f"all-gather, aggregate={aggregate}")
+    sums = sum(each.to(ctx.device) for each in ctx.group.gather(te.general_gemm(w, x)[0].cpu()))
+    for p2p in (False, True):
+        common = [2 * S, 40], torch.bfloat16, shared, 2
+        comm = te.CommOverlapP2P(*common, RS) if p2p else te.CommOverlap(*common)
+        got = te.general_gemm(w, x, ub=comm, ub_type=RS)[0]
+        assert_within_transformer_engines_limits(got, sums.chunk(2)[ctx.rank], f"reduce-scatter, p2p={p2p}")
+    ctx.check()
+
+
 def test_quantizers_saturate_and_keep_what_is_no_number():
     x = torch.tensor([[1.0, -3.0, 1e6, 0.0, math.nan, -math.inf]], device=tkernels.comm.runtime.device())
     amax = torch.zeros(1, device=x.device)
@@ -281,22 +304,46 @@ def test_initialize_ub_makes_communicators_for_each_quantization_mode(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_initialize_ub_refuses_sums_that_would_travel_in_float8(ctx):
-    """On every rank, also where one alone asks for it; without FP8, presets that have it load."""
+def test_initialize_ub_refuses_sums_that_would_travel_in_float8_beside_a_gemm(ctx):
+    """On every rank, also where one alone asks for it; without FP8, presets that have it load, and are told of it."""
+    cfg = {"qkv_wgrad": {"fp8_buf": (True,)}}
+    for mine in (cfg, cfg if ctx.rank else None):
+        with pytest.raises(
+            ValueError, match=r"ub_cfgs\['qkv_wgrad'\]: fp8_buf=True would send sums in FP8 beside a GEMM"
+        ):
+            te.initialize_ub([16, 32], 2, quantization_modes=[NONE, FP8], ub_cfgs=mine)
+        assert not te.is_ub_initialized()
     pipeline = {"proj_fprop": {"method": "pipeline", "fp8_buf": True}}
-    for cfg in (
-        pipeline,
-        {"fc2_fprop": {"method": "ring_exchange", "fp8_buf": 1}},
-        {"qkv_wgrad": {"fp8_buf": (True,)}},
-    ):
-        name = next(iter(cfg))
-        for mine in (cfg, cfg if ctx.rank else None):
-            with pytest.raises(ValueError, match=rf"ub_cfgs\['{name}'\]: fp8_buf=True would send partial sums in FP8"):
-                te.initialize_ub([16, 32], 2, quantization_modes=[NONE, FP8], ub_cfgs=mine)
-            assert not te.is_ub_initialized()
-    assert without_effect(pipeline, configure(pipeline, 2), 2)[0].startswith(
-        "proj_fprop.fp8_buf=True: the quantization"
-    )
+    assert without_effect(pipeline, configure(pipeline, 2, fp8=True), 2, fp8=True) == []
+    (told,) = without_effect(pipeline, configure(pipeline, 2), 2)
+    assert told.startswith("proj_fprop.fp8_buf=True: the quantization mode")
+
+
+@pytest.mark.ranks(2)
+def test_initialize_ub_lets_sums_of_float8_travel_in_float8_if_asked(ctx):
+    """In that mode alone; exact where e4m3 holds the partial sums, up to 16 here, and noisy where it does not."""
+    cfg = {"proj_fprop": {"fp8_buf": 1}, "fc2_fprop": {"method": "ring_exchange", "fp8_buf": (True,)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of options without effect
+        te.initialize_ub([2 * S, 160], 2, quantization_modes=[FP8, NONE], ub_cfgs=cfg)
+    for name, dtype in itertools.product(cfg, (torch.bfloat16, torch.float32)):
+        comm, others = te.get_ub(name, use_fp8=True), te.get_ub(name)
+        assert comm.dtype == torch.bfloat16 and not te.get_ub_is_fp8(name, True)
+        for tokens in (2 * S, 13):
+            every = [signs((tokens, 16), tokens + rank, SCALES[rank], ctx, E5M2) for rank in range(2)]
+            weights = [signs((150, 16), 5 + rank, (1.0, 0.5)[rank], ctx) for rank in range(2)]
+            want = sum(exact(x) @ exact(w).t() for x, w in zip(every, weights, strict=True))
+            bias = integers(150, torch.float32, 1, device=ctx.device)
+            options = dict(ub=comm, ub_type=RS, bias=bias)
+            y, *_ = te.general_gemm(weights[ctx.rank], every[ctx.rank], dtype, **options)
+            want = want.split(tkernels.split_rows(tokens, 2))[ctx.rank] + bias
+            assert y.dtype == dtype and torch.equal(y.float(), want), (name, dtype, tokens)
+        x, w = (te.Float8CurrentScalingQuantizer(E4M3)(normal((rows, 64), dtype, rows + ctx.rank, ctx.device))
+                for rows in (2 * S, 150))  # fmt: skip
+        narrow, wide = (te.general_gemm(w, x, torch.float32, ub=each, ub_type=RS)[0] for each in (comm, others))
+        assert 28 < decibels(narrow, wide) < 40
+    te.destroy_ub()
+    ctx.check()
 
 
 # Layers
@@ -341,12 +388,12 @@ def test_fp8_autocast_refuses_by_name_and_leaves_what_was():
 
 
 @contextlib.contextmanager
-def initialized(ctx, flags, **options):
-    """Collective. Userbuffers in FP8 for S * B tokens, with the configuration that the flags need, in a block."""
+def initialized(ctx, flags, cfg=None):
+    """Collective. Userbuffers in FP8 for S * B tokens, with cfg or else what the flags need, in a block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of options without effect
-        cfg = REDUCING if "ub_overlap_rs_dgrad" in flags else None
-        te.initialize_ub([S * B, 4 * H], ctx.size, quantization_modes=[FP8], ub_cfgs=cfg, **options)
+        cfg = REDUCING if cfg is None and "ub_overlap_rs_dgrad" in flags else cfg
+        te.initialize_ub([S * B, 4 * H], ctx.size, quantization_modes=[FP8], ub_cfgs=cfg)
     try:
         yield
     finally:
@@ -452,6 +499,86 @@ def test_layer_norm_mlp_in_float8_is_within_transformer_engines_limits(ctx, flag
                 least = 22 if name == "y" else 17  # torchao's 25 and 17 of one product, of two half the 25
                 assert least < decibels(got, wanted[name]) < 40, (name, seed)  # so something has been quantized
     ctx.check()
+
+
+def results_of(ctx, layer, x, dy, recipe) -> dict[str, torch.Tensor]:
+    """Collective. The output of a layer, the input's gradient, and those of all parameters but of norms."""
+    mine = x.to(ctx.device, copy=True).requires_grad_()
+    layer.zero_grad()
+    with te.fp8_autocast(fp8_recipe=recipe):
+        y = layer(mine)
+    y.backward(dy.to(ctx.device))
+    grads = {name: p.grad for name, p in layer.named_parameters() if "layer_norm" not in name}
+    return {"y": y, "dx": mine.grad} | grads
+
+
+def assert_as_without_overlap(ctx, make, recipe, flags, cfg=None, gain=1.0):
+    """Collective. Two calls of a layer beside those of the same layer without overlap, by TransformerEngine's limits.
+
+    make: a layer of flags. A layer that is column or row parallel has 96 features beside H. gain: about that of a
+        product, and its square the size of the gradient.
+    """
+    pairs = []
+    with initialized(ctx, flags, cfg):
+        layer, plain = (make(**parallel(ctx), **options) for options in (flags, {}))
+        fill(layer, 3, ctx.rank)
+        with torch.no_grad():
+            for weight in (each for each in layer.parameters() if each.dim() == 2):
+                weight.mul_(gain)
+        plain.load_state_dict(layer.state_dict())
+        mode, split, whole = getattr(layer, "parallel_mode", None), (S // 2, B, H), (S, B, 96 // 2)
+        for seed in range(2):
+            x = normal(whole if mode == "row" else split, torch.bfloat16, 10 * seed + ctx.rank)
+            dy = gain**2 * normal(whole if mode == "column" else split, torch.bfloat16, 10 * seed + 5 + ctx.rank)
+            with launches() as launched:
+                got = results_of(ctx, layer, x, dy, recipe)
+            assert any("L" in args for *_, args in launched)
+            wanted = results_of(ctx, plain, x, dy, recipe)
+            pairs += [(f"{name}, call {seed}", got[name].clone(), want.clone()) for name, want in wanted.items()]
+    for what, got, want in pairs:
+        assert_within_transformer_engines_limits(got, want, what)
+    ctx.check()
+
+
+LAYERS = {  # TransformerEngine's cases, but LayerNormMLP's, which has a test of its own
+    "Linear row": functools.partial(te.Linear, 96, H, parallel_mode="row"),
+    "Linear column": functools.partial(te.Linear, H, 96, parallel_mode="column"),
+    "LayerNormLinear column": functools.partial(te.LayerNormLinear, H, 96, parallel_mode="column"),
+    "MultiheadAttention": functools.partial(
+        te.MultiheadAttention, H, 2, attention_dropout=0.0, input_layernorm=True, set_parallel_mode=True,
+        fuse_qkv_params=True,
+    ),
+    "TransformerLayer": functools.partial(
+        te.TransformerLayer, H, 2 * H, 2, hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True,
+        fuse_qkv_params=True,
+    ),
+}  # fmt: skip
+UB_NAMES = {"Linear row": "proj", "Linear column": "qkv", "LayerNormLinear column": "qkv"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_in_float8_are_within_transformer_engines_limits(ctx, kind, flags, recipe):
+    def make(**options):
+        overlaps = "ub_overlap_ag" in options
+        more = {"ub_name": UB_NAMES[kind]} if overlaps and kind in UB_NAMES else {}
+        more |= {"ub_tp_comm_overlap": overlaps} if kind == "TransformerLayer" else {}
+        return LAYERS[kind](**more, **options)
+
+    # A last bit in bf16 may change what FP8 makes of an element by an eighth, of a gradient by a quarter: in four
+    # products of gain 1 that adds up beyond the limits.
+    assert_as_without_overlap(ctx, make, recipe, flags, gain=0.25 if kind == "TransformerLayer" else 1.0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name, flags", [("h100 8192 tp4 fp8", BULK), ("h100 8192 tp4 lora", DGRAD)])
+def test_layer_norm_mlp_in_float8_by_a_published_preset_is_within_transformer_engines_limits(ctx, name, flags):
+    """Presets whose partial sums travel in FP8: of the output, or of the input's gradient."""
+    make = functools.partial(te.LayerNormMLP, H, 2 * H, set_parallel_mode=True)
+    assert any(configure(PRESETS[name], 2, fp8=True)[each].fp8_buf for each in ("fc2_fprop", "fc1_dgrad"))
+    assert_as_without_overlap(ctx, make, te.Float8CurrentScaling(), flags, PRESETS[name])
 
 
 @pytest.mark.ranks(2)

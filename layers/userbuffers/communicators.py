@@ -2,10 +2,10 @@
 
 A communicator of shape [S, H] serves every call of up to S * H elements. One of uint8 gathers FP8: operands are
 Float8Tensors, and each rank's scale travels beside its rows. One of another dtype reduces what FP8 operands sum up to,
-in bf16, or in fp32 if that is its dtype. Construction allocates all that it needs: the
-symmetric memory of the domain's context, grown to the largest shape. All communicators of one helper share that memory,
-one context, and one communication stream per priority, because their calls are ordered anyway. The buffer behind
-`copy_into_buffer` and `get_buffer` is allocated at its first use; the layers don't use it.
+in bf16, or in fp32 if that is its dtype, or with fp8_buf in e4m3 (tkernels.partials). Construction allocates all that
+it needs: the symmetric memory of the domain's context, grown to the largest shape. All communicators of one helper
+share that memory, one context, and one communication stream per priority, because their calls are ordered anyway. The
+buffer behind `copy_into_buffer` and `get_buffer` is allocated at its first use; the layers don't use it.
 
 Deadlock: two kernels that wait for peers may start in opposite orders on two ranks. If each occupied all SMs, the ranks
 could wait for each other forever. A collective on the communication stream therefore runs either beside local GEMMs,
@@ -52,6 +52,7 @@ from tkernels.layers.userbuffers.float8 import check_quantizer, float8_tensor
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.model import COPY_BYTES
 from tkernels.overlap import TILE_COUNTS
+from tkernels.partials import WIRE_FP8, with_scaled_slices
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a GEMM, unless options set a number: enough to saturate SM stores
@@ -350,10 +351,12 @@ class CommOverlapCore:
         x, w, *_ = tensors
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         rows = check_rows("matmul_reduce_scatter", self.context, rows, total=x.shape[0])
+        narrow = x.dtype in FP8 and self.options.fp8_buf
         wire = torch.float32 if x.dtype in FP8 and self.dtype is torch.float32 else result_dtype(x.dtype)
+        wire = WIRE_FP8 if narrow else wire
         stored = max(out_dtype, wire, key=lambda each: each.itemsize)
         spared = self._num_carriers if beside else 0
-        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], how, stored, spared)
+        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], how, stored, spared, narrow)
         call = MatmulReduceScatter(None, rows, out_dtype, config, None, how, wire_dtype=wire)
         return self.context.prepared(call, tensors)
 
@@ -439,15 +442,30 @@ class CommOverlapCore:
             )
 
     def _config(
-        self, operation: str, tokens: int, x, w, width: int, how: str, stored: torch.dtype, spared: int = 0
+        self,
+        operation: str,
+        tokens: int,
+        x,
+        w,
+        width: int,
+        how: str,
+        stored: torch.dtype,
+        spared: int = 0,
+        scaled: bool = False,
     ) -> OverlapConfig:
-        """The kernel's configuration: the library's choice, changed by the options. width: columns of the data sent."""
+        """The kernel's configuration: the library's choice, changed by the options.
+
+        width: columns of the data sent. scaled: partial sums are sent in FP8.
+        """
         self._check(width, tokens, x.dtype)
         available = max(self.context.num_programs - self._margin - spared, 2)
         sizes, layout, sending = (tokens, *w.shape), fused_layout(x, w), not self._by_copies
-        config = overlap_config(self.context, operation, *sizes, x.dtype, layout, sending=sending, precision=how)
+        config = overlap_config(
+            self.context, operation, *sizes, x.dtype, layout, sending=sending, precision=how, whole_chunks=scaled
+        )
         config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
-        return with_room_for(self._tuned(config, tokens, available), stored, x.dtype, how)
+        config = with_room_for(self._tuned(config, tokens, available), stored, x.dtype, how)
+        return with_scaled_slices(config, w.shape[0] * stored.itemsize % 16 > 0) if scaled else config
 
     @property
     def _by_copies(self) -> bool:

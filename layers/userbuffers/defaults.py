@@ -47,7 +47,9 @@ class OverlapOptions:
     use_ce: ring_exchange: the copy engine (DMA) sends where that is faster: shares of 8 MB and more, if the peers'
         memory is mapped. Otherwise comm programs send. False: num_sm comm programs always send.
     atomic_gemm: refused; in every fused kernel tiles wait for their own rows.
-    fp8_buf: what is gathered always is FP8 in that mode, and what is reduced is not: True is refused there.
+    fp8_buf: of a reduce-scatter inside a GEMM, in the mode FP8: partial sums of FP8 operands travel in e4m3, with a
+        scale for 128 columns of a row, which is lossy. What is gathered always is FP8 in that mode, and what is reduced
+        beside a GEMM never is: True is refused there.
     comm_priority: priority of the communication stream, which runs the collectives beside GEMMs. 0: the device's
         highest.
     gemm_priority: must be 0; GEMMs run on the caller's stream, with its priority.
@@ -186,10 +188,10 @@ def configure(
             what = "a reduce-scatter" if reduces else "an all-gather"
             raise ValueError(f"ub_cfgs[{name!r}]: {method} of {name} is {what}; leave is_reduce_scatter out")
         where = f"ub_cfgs[{name!r}]"
-        if fp8 and reduces and entry.get("fp8_buf"):
+        if fp8 and reduces and method == "bulk" and entry.get("fp8_buf"):
             raise ValueError(
-                f"{where}: fp8_buf=True would send partial sums in FP8, which these kernels don't; pass fp8_buf=False, "
-                f"for sums of FP8 products that travel in bf16 and add up in fp32"
+                f"{where}: fp8_buf=True would send sums in FP8 beside a GEMM, which these kernels don't; pass "
+                f"fp8_buf=False, for sums of FP8 products that travel in bf16 and add up in fp32"
             )
         options[name] = replace(base, **entry | {"is_reduce_scatter": reduces}).checked(lambda key, where=where: where)
     for dgrad in _SWITCHABLE:
@@ -262,14 +264,21 @@ def _method(name: str, entry: dict, ways: tuple[str, ...], with_cublasmp: bool) 
     raise ValueError(f"ub_cfgs[{name!r}]: {name} can't have method {method!r}{backend}; it can have {', '.join(ways)}")
 
 
-def without_effect(ub_cfg: dict | None, options: dict[str, OverlapOptions], tp_size: int) -> list[str]:
-    """One line for each option that a configuration sets to other than its default, without any effect here."""
+def without_effect(
+    ub_cfg: dict | None, options: dict[str, OverlapOptions], tp_size: int, fp8: bool = False
+) -> list[str]:
+    """One line for each option that a configuration sets to other than its default, without any effect here.
+
+    fp8: of the mode FP8.
+    """
     lines = []
     for name, entry in (ub_cfg or {}).items():
         if name not in options:
             continue
         mine = options[name]
         reasons, default = mine.without_effect, _defaults(name, mine.method, tp_size)
+        if fp8 and mine.is_reduce_scatter:
+            del reasons["fp8_buf"]
         for key in entry or ():
             if key in reasons and getattr(mine, key) != getattr(default, key):
                 lines.append(f"{name}.{key}={getattr(mine, key)!r}: {reasons[key]}")

@@ -395,7 +395,9 @@ def _check_overlap(ub, ub_type, bulk):
             f"bulk_overlap=False and a communicator that overlaps inside the GEMM, or make one without use_cublasmp"
         )
     if bulk and ub.is_fp8_ubuf() and ub_type is CommOverlapType.RS:
-        raise ValueError(f"general_gemm: {ub!r} only gathers, as sums don't travel in FP8; pass one of another dtype")
+        raise ValueError(
+            f"general_gemm: {ub!r} only gathers, as sums beside a GEMM don't travel in FP8; pass one of another dtype"
+        )
     if ub.is_p2p_overlap() and (bulk or ub.comm_type != ub_type):
         raise ValueError(
             f"general_gemm: a CommOverlapP2P of type {ub.comm_type.name} overlaps only that, inside a GEMM, not "

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import os
 import warnings
+from dataclasses import replace
 from numbers import Integral
 
 import torch
@@ -76,7 +77,8 @@ def initialize_ub(
     tp_size: ranks per domain. Domains are blocks of consecutive ranks, unless tp_group gives this rank's domain: a
         process group, or a mesh of one dimension.
     quantization_modes: [NONE], [FP8] or both: a set of communicators for each. Those of FP8 serve products of FP8, in
-        `fp8_autocast` those of the layers: gathers move a byte an element, and sums travel as they do for bf16.
+        `fp8_autocast` those of the layers: gathers move a byte an element, and sums travel as they do for bf16, unless
+        fp8_buf says otherwise.
     use_fp8: deprecated; True is quantization_modes=[FP8].
     dtype: of operands that are not quantized, and of results; layers whose results are of another one are refused.
     ub_cfgs: {GEMM: {option: value}}, see `defaults`; or a list with one such dict for each mode.
@@ -114,6 +116,8 @@ def initialize_ub(
             helper = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size))
             for mode, table in options.items():
                 for name, mine in table.items():
+                    if mode is NONE and mine.is_reduce_scatter:  # operands of FP8 are reduced there as well
+                        mine = replace(mine, fp8_buf=False)
                     of = torch.uint8 if mode is FP8 and not mine.is_reduce_scatter else dtype
                     made[name, mode] = _communicator(mine, shape, of, helper, tp_size, with_cublasmp)
     except Exception:  # raised on all ranks, so none of them uses what any of them has made
@@ -373,8 +377,8 @@ def _destroy(groups):
 
 def _tell(configurations, options, tp_size):
     """Warn of settings without effect: options of this configuration, environment variables of old releases."""
-    for ub_cfg, table in zip(configurations, options.values(), strict=True):
-        if lines := without_effect(ub_cfg, table, tp_size):
+    for ub_cfg, (mode, table) in zip(configurations, options.items(), strict=True):
+        if lines := without_effect(ub_cfg, table, tp_size, mode is FP8):
             warnings.warn("initialize_ub: these options change nothing here: " + "; ".join(lines), stacklevel=3)
     if old := [name for name in REMOVED_VARIABLES if name in os.environ]:
         warnings.warn(f"initialize_ub: {', '.join(old)} have no meaning any more; pass ub_cfgs", stacklevel=3)
