@@ -12,6 +12,7 @@ _HOMES = {
     "tkernels.comm": "RUNTIME Context current_context finalize init HeapExhaustedError LeaseError MismatchError "
     "OutOfStepError TkernelsError WaitTimeoutError",
     "tkernels.comm.collectives": "split_rows",
+    "tkernels.kept": "keep_staged",
     "tkernels.launch": "RankError RankTimeoutError launch",
     "tkernels.paths": "explain",
     "tkernels.tune": "tune",

@@ -105,11 +105,11 @@ class FusedCall(NamedTuple):
 
         TMA reads zeros where w has no more rows, so only what of w lies in other rows is copied; for enough rows of x
         also into those of whole sectors of the cache. Columns that y has not are computed beside it, and left out as it
-        is copied. Both copies are made in each call.
+        is copied. Both copies are made in each call, but for that of a weight that `keep_staged` keeps.
         """
         N, M = w.shape[0], self.sent_shape(x, w)[0]
         columns = round_up(N, VECTOR_BYTES // x.element_size())
-        w_like, stage = staging(w, row_bytes=SECTOR if M >= SECTOR_ROWS else VECTOR_BYTES)
+        w_like, stage = staging(w, row_bytes=SECTOR if M >= SECTOR_ROWS else VECTOR_BYTES, kept=True)
         if columns == N:
             run = self.fused(ctx, x, w_like, bias, out, *others)
             return lambda x, w, *others: run(x, stage(w), *others)

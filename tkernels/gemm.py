@@ -11,6 +11,7 @@ contiguous in both, in rows of whole 16 bytes: of transposed ones Triton loads o
 the speed or less.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
+from tkernels.kept import staged_weight
 from tkernels.library import adds_bias_to_fp32, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, VECTOR_BYTES, Rows, in_rows, with_unit_stride
@@ -310,10 +312,11 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
-def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = VECTOR_BYTES):
+def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = VECTOR_BYTES, kept: bool = False):
     """What TMA can take in place of matrices like this one: an example, and the function that makes it of one.
 
     That is a copy in wider rows, or the matrix itself. turned: as of `Rows.of`. row_bytes: of which rows are multiples.
+    kept: the copies of weights may be, see `keep_staged`.
     """
     plain, lies_turned = in_rows(matrix)
     fits = plain.stride(0) * plain.element_size() % row_bytes == 0
@@ -326,7 +329,7 @@ def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = V
         copy(matrix, staged := wide.empty(matrix.device))
         return staged
 
-    return wide.empty("meta"), stage
+    return wide.empty("meta"), functools.partial(staged_weight, stage=stage) if kept else stage
 
 
 def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
@@ -450,8 +453,7 @@ def check_scaled(name: str, x: torch.Tensor, w: torch.Tensor, scales: Scales | N
         raise TypeError(f"{name}: x and w are both torch.float8_e5m2; torch multiplies that by e4m3 only, one of each")
     if not runtime.has_fp8():
         raise TypeError(
-            f"{name}: {gpu_here().name} has no float8 arithmetic; pass x.to(torch.bfloat16) * "
-            f"x_scale, and w likewise"
+            f"{name}: {gpu_here().name} has no float8 arithmetic; pass x.to(torch.bfloat16) * x_scale, and w likewise"
         )
     if scales is None or scales.x is None or scales.w is None:
         raise TypeError(
@@ -611,9 +613,10 @@ class Matmul(NamedTuple):
     def staged(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
         """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
 
-        The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
+        The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends, but for
+        those of weights that `keep_staged` keeps.
         """
-        (x_like, stage_x), (w_like, stage_w) = staging(x), staging(w)
+        (x_like, stage_x), (w_like, stage_w) = staging(x), staging(w, kept=True)
         wide = None if tma_allowed(y) else Rows.of(y)
         y_like, unstage = (wide.empty("meta"), wide.plan_copy(y, back=True)) if wide else (y, None)
         multiply = self.by_kernel(x_like, w_like, bias, y_like, config, scales)

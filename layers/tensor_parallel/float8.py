@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
 import tkernels
 from tkernels.comm import Context, capture, find_context
 from tkernels.comm.collectives import check_rows
 from tkernels.configs import FP8
+from tkernels.kept import optimizer_steps
 from tkernels.layers.tensor_parallel.activations import activated, activated_gradient, parts_of
 from tkernels.leading import Leading
 from tkernels.torch_operators import ops
@@ -219,15 +219,6 @@ def check_features(caller: str, **features: int):
             )
 
 
-_steps = 0  # of all optimizers: some write to weights past torch's count of writes
-
-
-@register_optimizer_step_post_hook
-def _count_step(*_):
-    global _steps
-    _steps += 1
-
-
 class Copies:
     """Weights in FP8 as a layer multiplies them: stacked [N, K], and transposed [K, N], each with its scales.
 
@@ -248,7 +239,7 @@ class Copies:
     def of(self, parameters, ws, recipe: Recipe, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The copy of ws [N, K], the local tensors of parameters. Writes to a DTensor count at the DTensor alone."""
         stream = torch.cuda.current_stream().cuda_stream if ws[0].is_cuda else 0
-        state = recipe, _steps, stream, *((WeakIdRef(each), each._version) for each in parameters)
+        state = recipe, optimizer_steps(), stream, *((WeakIdRef(each), each._version) for each in parameters)
         state += tuple((w.data_ptr(), w._version, w.shape, w.stride(), w.dtype) for w in ws)
         if state != self._state:
             self._state, self._made = state, {}
