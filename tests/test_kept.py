@@ -1,5 +1,6 @@
 """keep_staged: what is copied again and what isn't, as weights change, move and die; results are exact integers."""
 
+import contextlib
 import gc
 import math
 import threading
@@ -218,6 +219,20 @@ def test_keep_staged_stays_within_its_bound_and_keeps_what_it_has():
         assert [copied(ws[0]), copied(ws[0])] == [1, 1] and copies.bytes == 0
 
 
+def test_keep_staged_has_the_model_choose_as_if_the_copies_that_it_keeps_cost_nothing(monkeypatch):
+    way, seen = gemm.product_way, []
+    monkeypatch.setattr(gemm, "product_way", lambda problem: seen.append(problem.staged) or way(problem))
+    ws, x = [weight(seed, (16, 32 - 1)) for seed in range(3)], input_of()
+    copied(ws[0])
+    with tkernels.keep_staged(ws[:2], 16 * 128) as copies:
+        assert [copied(w) for w in (*ws, *ws)] == [1, 1, 1, 0, 1, 1]  # the second finds no room, the third isn't named
+        assert copies.bytes == 16 * 128
+    each_time = x.numel() * 2, 16 * 31 * 2
+    assert seen == [each_time, (each_time[0], 0)]
+    copied(ws[0])
+    assert len(seen) == 2
+
+
 def test_keep_staged_serves_gradients_from_the_copy_of_forward():
     """Of which dx reads the transpose. None is kept of x, which dw reads as if it were a weight."""
     w, x = weight(shape=(33, 31)), input_of().requires_grad_()
@@ -287,8 +302,14 @@ def test_keep_staged_refuses_by_name_what_it_can_not_watch():
     for arguments, error, words in cases:
         with pytest.raises(error, match=f"keep_staged: {words}"):
             tkernels.keep_staged(*arguments).__enter__()
-    with tkernels.keep_staged([w], GIB):
-        assert copied(w) == 1
+    config, x = choice.gemm_config(8, N, K, DTYPE, "TN"), input_of()
+    for wrong in (None, "w", w.detach().to_sparse(), w[0], w[0, 0]):
+        refused = []
+        for block in (contextlib.nullcontext(), tkernels.keep_staged([w], GIB)):
+            with pytest.raises((TypeError, ValueError)) as error, block:
+                matmul(x, wrong, config=config)
+            refused.append(str(error.value))
+        assert refused[0] == refused[1]
 
 
 @pytest.mark.ranks(2)

@@ -28,7 +28,7 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
-from tkernels.kept import staged_weight
+from tkernels.kept import keeps, staged_weight
 from tkernels.library import adds_bias_to_fp32, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, VECTOR_BYTES, Rows, in_rows, with_unit_stride
@@ -370,16 +370,19 @@ def may_stage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def problem_of_product(
     x, w, y, precision: str, activation: str | None = None, bias: bool = False, gpu: GPU | None = None,
-    programs: int | None = None,
+    programs: int | None = None, kept: bool = False,
 ) -> Problem:  # fmt: skip
-    """The local product of x [M, K] and w [N, K] into y [M, N]. gpu, programs: of a launch; None: this process's."""
+    """The local product of x [M, K] and w [N, K] into y [M, N]. gpu, programs: of a launch; None: this process's.
+
+    kept: as Matmul has it.
+    """
     beyond = [matrix for matrix in (x, w, y) if not tma_allowed(in_rows(matrix)[0])]
     rows = [in_rows(matrix)[0] for matrix in (x, w) if not any(matrix is other for other in beyond)]
     return Problem(
         "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
         alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, activation=activation,
         separate=activation is not None or bias and y.dtype != result_dtype(x.dtype), library=library_takes(x, w, y),
-        staged=tuple(matrix.numel() * matrix.element_size() for matrix in beyond),
+        staged=tuple(0 if kept and matrix is w else matrix.numel() * matrix.element_size() for matrix in beyond),
         sectors=all(matrix.stride(0) * matrix.element_size() % SECTOR == 0 for matrix in rows),
         programs=programs or runtime.default_programs(), gpu=gpu or gpu_here(),
     )  # fmt: skip
@@ -546,7 +549,12 @@ def prepare_strided(prepare, x: torch.Tensor, w: torch.Tensor, *others):
 
 
 def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
-    """The call Matmul(*options) of x, w, bias, out and, of FP8, Scales, which is prepared if none like it has been."""
+    """The call Matmul(*options) of x, w, bias, out and, of FP8, Scales, which is prepared if none like it has been.
+
+    options: up to precision.
+    """
+    if keeps(tensors[1]):
+        options = *options, True
     return local_calls.call((Matmul, *options), lambda *like: Matmul(*options).prepare(*like), *tensors)
 
 
@@ -554,6 +562,7 @@ class Matmul(NamedTuple):
     """A call of `matmul`, of x, w, bias and out, of which the last two may be None; and Scales. It needs no context.
 
     precision: how operands are multiplied, as the function of this name says it.
+    kept: a staged copy of w costs nothing, as `keep_staged` keeps it.
     """
 
     operation = "matmul"
@@ -562,6 +571,7 @@ class Matmul(NamedTuple):
     out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None
     precision: str = "ieee"
+    kept: bool = False
 
     def prepare(self, *tensors):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
@@ -581,7 +591,8 @@ class Matmul(NamedTuple):
         if self.config is not None:
             check_type("matmul: config", self.config, GemmConfig, "a GemmConfig or None")
             return self.by_kernel(x, w, bias, y, self.config, scales)
-        way, config = product_way(problem_of_product(x, w, y, self.precision, self.activation, bias is not None))
+        problem = problem_of_product(x, w, y, self.precision, self.activation, bias is not None, kept=self.kept)
+        way, config = product_way(problem)
         if way == STAGED:
             return self.staged(x, w, bias, y, config, scales)
         return self.by_library(x, y) if config is None else self.by_kernel(x, w, bias, y, config, scales)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdRef
 
 from tkernels.comm import capture
 from tkernels.comm.arguments import check_dense, check_type
-from tkernels.staging import in_rows
+from tkernels.staging import Rows, in_rows
 
 _steps = 0  # of all optimizers: some write to weights past torch's count of writes
 _step_captured = False  # then its replays write, and run no hook
@@ -88,6 +88,14 @@ def _checked(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 f"it outside, or leave it out"
             )
     return weights
+
+
+def keeps(w) -> bool:
+    """Whether a staged copy of w [N, K] is kept, or would be if a call made it. w: as the caller passed it."""
+    copies = _copies
+    if copies is None or not isinstance(w, torch.Tensor) or w.dtype.itemsize != 2 or w.dim() != 2:
+        return False
+    return w.layout == torch.strided and not w.is_nested and not capture.underway() and copies._keeps(w)
 
 
 def staged_weight(w: torch.Tensor, stage) -> torch.Tensor:
@@ -187,28 +195,44 @@ class StagedCopies:
                 self._locate(ref)
         return self._memories.get(number)
 
+    def _found(self, w: torch.Tensor):
+        """(a weight's memory, what a copy of w is kept by, what it must have been made at). None of other operands."""
+        self._bury()
+        if self._steps != _steps:
+            self._steps = _steps
+            self._drop()
+        memory = None if _step_captured else self._memory_of(w)
+        state = memory and memory.state()
+        if not state:
+            return None
+        rows, _ = in_rows(w)
+        stream = torch.cuda.current_stream().cuda_stream if w.is_cuda else 0
+        key = rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream
+        return memory, key, (w.data_ptr(), *state)  # a storage may get other memory
+
+    def _has_room(self, w: torch.Tensor) -> bool:
+        return self._taken() + Rows.of(w).bytes <= self.limit_bytes
+
+    def _keeps(self, w: torch.Tensor) -> bool:
+        with self._lock:
+            found = self._found(w)
+            return found is not None and (found[1] in found[0].copies or self._has_room(w))
+
     def _of(self, w: torch.Tensor, stage) -> torch.Tensor:
         with self._lock:
-            self._bury()
-            if self._steps != _steps:
-                self._steps = _steps
-                self._drop()
-            memory = None if _step_captured else self._memory_of(w)
-            state = memory and memory.state()
-            if not state:
+            found = self._found(w)
+            if found is None:
                 return stage(w)
-            rows, turned = in_rows(w)
-            state = (w.data_ptr(), *state)  # a storage may get other memory
-            stream = torch.cuda.current_stream().cuda_stream if w.is_cuda else 0
-            key = rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream
+            memory, key, state = found
             made, copy = memory.copies.get(key, (None, None))
+            turned = in_rows(w)[1]
             if made != state:
                 copy = None
                 memory.copies.pop(key, None)  # before the next one takes memory
                 with capture.lasting():
                     copy = stage(w)
                 copy = copy.t() if turned else copy
-                if self._taken() + copy.untyped_storage().nbytes() <= self.limit_bytes:
+                if self._has_room(w):
                     memory.copies[key] = state, copy
         return copy.t() if turned else copy
 

@@ -105,7 +105,7 @@ def matmul(
     gradient. Raises ValueError or TypeError.
     Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
     of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, of x or w of which no
-    stride is 1 or one is 0, and for nothing else.
+    stride is 1 or one is 0, and for nothing else. `keep_staged` keeps the copies of weights for the next calls.
 
     FP8: x and w of torch.float8_e4m3fn, or one of them of float8_e5m2, with K contiguous in both and a multiple of 16.
     x_scale, w_scale: fp32, for activation((x @ w.T) * x_scale * w_scale + bias). x_scale is one number, or one a row,
@@ -225,7 +225,8 @@ def all_gather_matmul(
     be 0.
     In 16 bits, whatever of x_shard_m, w_shard_n and y_shard_n has rows or an address that are no multiples of 16 bytes
     is copied in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a weight of rows that are no
-    multiples of 32; a config with use_tma=False reads and writes them where they are.
+    multiples of 32; a config with use_tma=False reads and writes them where they are. `keep_staged` keeps the copies of
+    weights for the next calls.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
     backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.

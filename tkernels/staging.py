@@ -72,6 +72,10 @@ class Rows:
         rows, columns = (matrix.t() if turned else matrix).shape
         return cls(rows, columns, dtype, turned, round_up(columns * dtype.itemsize, row_bytes) // dtype.itemsize)
 
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.stride * self.dtype.itemsize
+
     def empty(self, device) -> torch.Tensor:
         """A matrix of the shape, in wide rows."""
         rows = torch.empty((self.rows, self.stride), dtype=self.dtype, device=device)[:, : self.columns]
