@@ -24,8 +24,8 @@ COPY = N * 128
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def staged(monkeypatch):
+@contextlib.contextmanager
+def staged_products():
     """Local products are staged, and what copies have around them is NaN."""
 
     def way(problem):
@@ -39,9 +39,17 @@ def staged(monkeypatch):
         (made if made._base is None else made._base).fill_(math.nan)
         return made
 
-    monkeypatch.setattr(gemm, "product_way", way)
-    monkeypatch.setattr(gemm, "local_calls", LocalCalls())
-    monkeypatch.setattr(staging.Rows, "empty", poisoned)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "product_way", way)
+        patch.setattr(gemm, "local_calls", LocalCalls())
+        patch.setattr(staging.Rows, "empty", poisoned)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def staged():
+    with staged_products():
+        yield
 
 
 def weight(seed=1, shape=(N, K), parameter=True):
@@ -310,6 +318,39 @@ def test_keep_staged_refuses_by_name_what_it_can_not_watch():
                 matmul(x, wrong, config=config)
             refused.append(str(error.value))
         assert refused[0] == refused[1]
+
+
+@pytest.mark.ranks(2)
+def test_keep_staged_knows_the_local_tensor_of_a_dtensor_and_counts_writes_to_both(ctx):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh(ctx.device.type, (ctx.size,))
+    w = torch.nn.Parameter(DTensor.from_local(weight(parameter=False), mesh, [Replicate()]))
+    with staged_products(), tkernels.keep_staged([w], GIB) as copies:
+        assert [copied(w.to_local()), copied(w.to_local()), copied(w.to_local().t().t())] == [1, 0, 0]
+        for write in (lambda: w.mul_(2), lambda: w._local_tensor.mul_(0.5), lambda: w.to_local().add_(1)):
+            with torch.no_grad():
+                write()
+            assert [copied(w.to_local()), copied(w.to_local())] == [1, 0]
+        assert copies.bytes == COPY
+        w = None
+        gc.collect()
+        assert copies.bytes == 0
+
+
+def test_keep_staged_serves_compiled_code():
+    w, x = weight(shape=(24, 31)), input_of()
+    compiled = torch.compile(lambda: matmul(x, w), backend="aot_eager", fullgraph=True)
+    with tkernels.keep_staged([w], GIB):
+        for factor in (1, 2):
+            with torch.no_grad():
+                w.mul_(factor)
+            for expected in (2, 1):
+                with launches() as launched, torch.no_grad():
+                    y = compiled()
+                assert [name for name, *_ in launched].count("copy_rows_kernel") == expected
+                assert torch.equal(y, matmul_reference(x, w.detach()).to(DTYPE))
 
 
 @pytest.mark.ranks(2)

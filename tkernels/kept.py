@@ -208,7 +208,7 @@ class StagedCopies:
         rows, _ = in_rows(w)
         stream = torch.cuda.current_stream().cuda_stream if w.is_cuda else 0
         key = rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream
-        return memory, key, (w.data_ptr(), *state)  # a storage may get other memory
+        return memory, key, state
 
     def _has_room(self, w: torch.Tensor) -> bool:
         return self._taken() + Rows.of(w).bytes <= self.limit_bytes

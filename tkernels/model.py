@@ -97,7 +97,8 @@ class Problem:
     alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
     Of a local product alone:
     orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each matrix
-        that it can't, 0 of a weight whose copy is kept. sectors: the rows of the others begin at sectors of the cache, of 32 bytes.
+        that it can't, 0 of a weight whose copy is kept. sectors: the rows of the others begin at sectors of the cache,
+        of 32 bytes.
     stored: the result's dtype; None: the usual one.
     activation, separate: its activation, and whether that or a bias takes the library another pass.
     library: whether the library takes such operands at all.
