@@ -237,7 +237,7 @@ def test_keep_staged_has_the_model_choose_as_if_the_copies_that_it_keeps_cost_no
     ws, x = [weight(rows, (rows, K)) for rows in (16, 24, 32)], input_of()
     with tkernels.keep_staged(ws[:2], 16 * 128) as copies:
         assert [copied(w) for w in (*ws, *ws)] == [1, 1, 1, 0, 1, 1]  # the second finds no room, the third isn't named
-        assert copies.bytes == 16 * 128
+        assert copies.bytes == 16 * 128 and len(seen) == len(ws)
     copied(ws[0])
     assert seen == [(2 * x.numel(), 2 * K * rows) for rows in (0, 24, 32, 16)]
 

@@ -51,10 +51,11 @@ def keep_staged(weights: Iterable[torch.Tensor], limit_bytes: int) -> "Iterator[
     Yields the StagedCopies; the end of the block gives their memory back.
 
     A copy is made anew once a weight may have changed: torch has counted a write to it or to a view of it, an
-    optimizer has made a step, or the weight lies elsewhere. Two kinds of writes tell nothing: by `weight.data`, or to
-    DTensors by torch._foreach operations; and those of kernels that torch doesn't know, of fully_shard's gathers too,
-    and of replayed CUDA graphs. After such, call `StagedCopies.forget`. Once a CUDA graph has captured an optimizer's
-    step, nothing is kept any more. CUDA graphs neither use kept copies nor make any: each replay makes its own.
+    optimizer has made a step, or the weight lies elsewhere. Nothing tells of writes by `weight.data`, by torch._foreach
+    operations to DTensors, by kernels that torch doesn't know, as fully_shard's gathers are, or by replayed CUDA
+    graphs: after such, call `StagedCopies.forget`. Once a CUDA graph has captured an optimizer's step, nothing is kept
+    any more. CUDA graphs neither use kept copies nor make any: each replay makes its own.
+    The model that chooses who multiplies counts a copy that is kept as made.
 
     Raises ValueError for a limit_bytes below 1, inside another such block, or for weights that were made under
     torch.inference_mode(), whose writes torch doesn't count; TypeError for what is no tensor.
@@ -229,9 +230,7 @@ class StagedCopies:
             if made != state:
                 copy = None
                 memory.copies.pop(key, None)  # before the next one takes memory
-                with capture.lasting():
-                    copy = stage(w)
-                copy = copy.t() if turned else copy
+                copy = stage(w).t() if turned else stage(w)
                 if self._has_room(w):
                     memory.copies[key] = state, copy
         return copy.t() if turned else copy
