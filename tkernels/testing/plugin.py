@@ -286,17 +286,17 @@ def _share_gloos_thread():
     whole suite took more than half of two cores.
     """
     from torch.distributed import ProcessGroupGloo as Gloo
+    from torch.distributed.distributed_c10d import default_pg_timeout
 
     from tkernels.comm.group import gloo_device
 
     make = Gloo.__init__
 
-    def init(self, store, rank, size, timeout):
+    def init(self, store, rank, size, timeout=default_pg_timeout):
+        options = timeout  # or options, as the group of meetings passes them
         if isinstance(timeout, datetime.timedelta):
             options = Gloo._Options()
             options._devices, options._threads, options._timeout = [gloo_device()], 2, timeout
-        else:
-            options = timeout
         make(self, store, rank, size, options)
 
     Gloo.__init__ = init
