@@ -62,7 +62,7 @@ def run(ctx, shape: tuple[int, int]) -> list[dict]:
     copied = 4 * num_elements / timings["copy"].us  # bytes a us
     return [
         {"bench": "quantize", "case": name, "rows": shape[0], "columns": shape[1], "dtype": "bfloat16"}
-        | {"ours_us": timings[name].us, "ours_p10_us": timings[name].p10_us, "ours_p90_us": timings[name].p90_us}
+        | {"us": timings[name].us, "p10_us": timings[name].p10_us, "p90_us": timings[name].p90_us}
         | {"torch_us": timings[f"{name}, torch"].us, "copy_us": timings["copy"].us}
         | {"share": (2 * READS[name] + 1) * num_elements / timings[name].us / copied}
         | provenance(ctx)
@@ -75,7 +75,7 @@ def table(lines: list[dict]) -> Table:
     for name in ("shape", "scale", "us", "torch's operations", "copy of x", "share of its bandwidth"):
         table.add_column(name, justify="left" if name in ("shape", "scale") else "right")
     for line in lines:
-        times = [f"{line[name]:.1f}" for name in ("ours_us", "torch_us", "copy_us")]
+        times = [f"{line[name]:.1f}" for name in ("us", "torch_us", "copy_us")]
         table.add_row(f"{line['rows']}x{line['columns']}", line["case"], *times, f"{line['share']:.2f}")
     return table
 

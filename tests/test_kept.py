@@ -173,7 +173,9 @@ def test_keep_staged_watches_all_weights_of_a_storage():
         assert [copied(w) for w in (first, second, first, second)] == [1, 1, 0, 0]
         aside = first.data
         first.data = weight(4).detach()
-        assert [copied(aside), copied(aside)] == [1, 1]  # where its writes are counted by no weight
+        assert [copied(aside), copied(aside)] == [1, 0]
+        aside.mul_(2)  # which no weight counts
+        assert [copied(aside), copied(aside)] == [1, 0]
         assert [copied(w) for w in (first, first)] == [1, 0]
         assert [copied(w) for w in (second, second)] == [1, 0]
 
@@ -202,17 +204,17 @@ def test_keep_staged_gives_back_the_copies_of_a_freed_weight_and_takes_none_for_
             assert copies.bytes == 0
 
 
-def test_keep_staged_takes_no_copy_of_another_storage_at_the_same_address_and_number():
-    """As of a weight whose memory goes, and comes again, between two calls."""
+def test_keep_staged_takes_no_copy_of_memory_that_a_weight_had_before():
+    """Which goes, and comes again, between two calls."""
     w = weight(parameter=False)
-    with tkernels.keep_staged([w], GIB):
+    with tkernels.keep_staged([w], GIB) as copies:
         assert [copied(w), copied(w)] == [1, 0]
-        numbers = {w.untyped_storage()._cdata}
         for seed in range(2, 12):
             w.data = torch.empty(0, dtype=DTYPE, device=DEVICE)
             w.data = weight(seed).detach().clone()
-            numbers.add(w.untyped_storage()._cdata)
-            assert [copied(w), copied(w)] == [1, 0], seed
+            if seed % 2:
+                assert copies.bytes == 0
+            assert [copied(w), copied(w.detach())] == [1, 0] and copies.bytes == COPY, seed
 
 
 def test_keep_staged_stays_within_its_bound_and_keeps_what_it_has():
@@ -404,3 +406,21 @@ def test_keep_staged_keeps_a_copy_for_each_stream():
         with torch.cuda.stream(side):
             assert [copied(w), copied(w)] == [1, 0]
         assert copied(w) == 0 and copies.bytes == 2 * COPY
+
+
+def test_keep_staged_keeps_nothing_whose_writes_torch_does_not_count():
+    w = weight(parameter=False)
+    with tkernels.keep_staged([w], GIB) as copies:
+        assert [copied(w), copied(w)] == [1, 0]
+        with torch.inference_mode():
+            w.data = w.data.clone()  # made there
+            assert [copied(w), copied(w)] == [1, 1] and copies.bytes == 0
+            w.mul_(2)
+            assert copied(w) == 1
+
+
+def test_keep_staged_counts_no_copy_of_what_is_cloned_first():
+    w = weight(parameter=False, shape=(N, 2 * K))
+    with tkernels.keep_staged([w], GIB) as copies:
+        assert kept.keeps(w[:, :K]) and not kept.keeps(w[:, ::2]) and not kept.keeps(w[:1, :K].expand(N, K))
+        assert [copied(w[:, ::2]), copied(w[:, ::2])] == [1, 1] and copies.bytes == 0

@@ -51,10 +51,12 @@ def keep_staged(weights: Iterable[torch.Tensor], limit_bytes: int) -> "Iterator[
     Yields the StagedCopies; the end of the block gives their memory back.
 
     A copy is made anew once a weight may have changed: torch has counted a write to it or to a view of it, an
-    optimizer has made a step, or the weight lies elsewhere. Nothing tells of writes by `weight.data`, by torch._foreach
-    operations to DTensors, by kernels that torch doesn't know, as fully_shard's gathers are, or by replayed CUDA
-    graphs: after such, call `StagedCopies.forget`. Once a CUDA graph has captured an optimizer's step, nothing is kept
-    any more. CUDA graphs neither use kept copies nor make any: each replay makes its own.
+    optimizer has made a step, or the weight lies elsewhere. Nothing tells of writes by `weight.data`, by
+    torch.distributed, as broadcast to weights, by torch._foreach operations to DTensors, by kernels that torch doesn't
+    know, as fully_shard's gathers are, or by replayed CUDA graphs: after such, call `StagedCopies.forget`. Once a CUDA
+    graph has captured an optimizer's step, nothing is kept any more. CUDA graphs neither use kept copies nor make any:
+    each replay makes its own. Those that torch.compile(mode="reduce-overhead") makes have not been tried.
+    Convert modules before the block: torch swaps no parameter that others refer to.
     The model that chooses who multiplies counts a copy that is kept as made.
 
     Raises ValueError for a limit_bytes below 1, inside another such block, or for weights that were made under
@@ -83,7 +85,7 @@ def _checked(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     weights = list(weights)
     check_dense("keep_staged", **{f"weights[{at}]": each for at, each in enumerate(weights)})
     for at, each in enumerate(weights):
-        if each.is_inference():
+        if each.is_inference() or _local(each).is_inference():
             raise ValueError(
                 f"keep_staged: weights[{at}] was made under torch.inference_mode(), where torch counts no writes; make "
                 f"it outside, or leave it out"
@@ -96,7 +98,9 @@ def keeps(w) -> bool:
     copies = _copies
     if copies is None or not isinstance(w, torch.Tensor) or w.dtype.itemsize != 2 or w.dim() != 2:
         return False
-    return w.layout == torch.strided and not w.is_nested and not capture.underway() and copies._keeps(w)
+    if w.layout != torch.strided or w.is_nested or capture.underway():
+        return False
+    return 1 in w.stride() and 0 not in w.stride() and copies._keeps(w)  # of others a clone is staged
 
 
 def staged_weight(w: torch.Tensor, stage) -> torch.Tensor:
@@ -115,13 +119,18 @@ class _Memory:
     weights: list[WeakIdRef] = field(default_factory=list)
     copies: dict = field(default_factory=dict)
 
+    def has_lost_one(self) -> bool:
+        """Whether a weight lies elsewhere now."""
+        found = [local for each in self.weights if (local := _local(each())) is not None]
+        return any(local.untyped_storage()._cdata != self.storage.cdata for local in found)
+
     def state(self):
-        """What changes as torch counts a write to any of the weights. None if one has died or lies elsewhere."""
+        """What changes as torch counts a write to any of the weights. None if one has died, or none are counted."""
         state = []
         for each in self.weights:
             weight = each()
             local = _local(weight)
-            if local is None or local.untyped_storage()._cdata != self.storage.cdata:
+            if local is None or weight.is_inference() or local.is_inference():
                 return None
             state += weight._version, local._version
         return state
@@ -140,10 +149,12 @@ class StagedCopies:
     @property
     def bytes(self) -> int:
         with self._lock:
+            self._settle()
             return self._taken()
 
     def forget(self):
         with self._lock:
+            self._settle()
             self._drop()
 
     def _taken(self) -> int:
@@ -170,6 +181,14 @@ class StagedCopies:
     def _bury(self):
         while self._died:
             self._leave(self._died.pop())
+
+    def _settle(self):
+        """Take leave of weights that have died, and find those again that lie elsewhere now."""
+        self._bury()
+        for ref, number in list(self._where.items()):
+            local = _local(ref())
+            if local is not None and local.untyped_storage()._cdata != number:
+                self._locate(ref)
 
     def _leave(self, ref: WeakIdRef):
         memory = self._memories.get(self._where.pop(ref, None))
@@ -203,9 +222,13 @@ class StagedCopies:
             self._steps = _steps
             self._drop()
         memory = None if _step_captured else self._memory_of(w)
-        state = memory and memory.state()
-        if not state:
+        if memory is not None and memory.has_lost_one():
+            self._settle()
+            memory = self._memory_of(w)
+        state = None if memory is None or w.is_inference() else memory.state()
+        if state is None:
             return None
+        state.append(w._version)  # of memory that was a weight's, no weight counts the writes
         rows, _ = in_rows(w)
         stream = torch.cuda.current_stream().cuda_stream if w.is_cuda else 0
         key = rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream

@@ -5,9 +5,9 @@
 
 Where an activation comes before, alone or as the gate of a product, x is what they give, and no memory holds that.
 A program takes a row. It holds a short one, and one with an activation; others it reads twice, the second time from
-the L2 cache, for programs that hold much are few, and wait together. Rows that the cache has no room for, and whole
-tensors, which are one row, take two kernels: maxima of parts of a row, then their maximum and the cast. Bits are the
-same on every run, and the same as those of `quantize_reference`.
+the L2 cache, for programs that hold much are few, and wait together. Rows that the cache has no room for take two
+kernels: maxima of parts of a row, then their maximum and the cast. A whole tensor is one row. Bits are the same on
+every run, and the same as those of `quantize_reference`.
 """
 
 import functools
@@ -298,7 +298,7 @@ class Quantize(NamedTuple):
         return self.by_row if columns <= (LONGEST_ROW if gate is None else LONGEST_ROW // 2) else self.by_part
 
     def by_row(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
-        """The launch for tensors like these [rows, columns], of rows that a program holds, 16 elements a thread.
+        """The launch for tensors like these [rows, columns], of rows that a program holds, 16 or 32 elements a thread.
 
         A function of (x,) or (x, gate), q and scale.
         """
