@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=lambda: _parents.update(dist.distributed_c10d
 
 @functools.cache
 def gloo_device():
-    """Of all meetings, as each device has a thread that wakes a hundred times a second."""
+    """Of all meetings, and of tests' groups, as each device has a thread that wakes a hundred times a second."""
     gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
     return gloo.create_device(interface=interface.split(",")[0]) if interface else gloo.create_default_device()
 

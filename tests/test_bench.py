@@ -338,13 +338,28 @@ def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, argume
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("arguments", ["run gemm", "training", "sharding", "leases"])
+@pytest.mark.parametrize("arguments", ["run gemm", "training", "sharding", "leases", "quantize"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(checkout, capsys, arguments):
     name, *arguments = arguments.split()
     with pytest.raises(SystemExit) as exit:
         load(checkout, name).main([*arguments, "--json", "/no/such/folder/out.jsonl"])
     assert exit.value.code == 2
     assert "can't write to '/no/such/folder/out.jsonl': there is no folder" in capsys.readouterr().err
+
+
+@simulated_only
+def test_quantize_is_measured_beside_a_copy_and_a_wrong_result_is_not(checkout, tmp_path, capsys, monkeypatch):
+    bench, records, path = load(checkout, "quantize"), load(checkout, "records"), tmp_path / "quantize.jsonl"
+    assert bench.main(["--json", str(path)]) == 0 and "geometric mean of the shares" in capsys.readouterr().out
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["case"] for line in lines] == list(bench.READS) and records.read(path) == []
+    for line in lines:
+        moved = (2 * bench.READS[line["case"]] + 1) / line["us"]
+        assert line["share"] == pytest.approx(moved / (4 / line["copy_us"])) and line["torch_us"] > 0
+    wrong = {"row": (lambda: [torch.ones(2)], lambda: [torch.zeros(2)])}
+    monkeypatch.setattr(bench, "cases", lambda *_: wrong)
+    with pytest.raises(ArithmeticError, match="differs from its reference"):
+        bench.run(mock.Mock(device="cpu"), (2, 2))
 
 
 @pytest.mark.quick

@@ -4,10 +4,11 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed  # noqa: F401  (pytester drops modules that a run imports; torch cannot be imported twice)
+import torch.distributed  # (pytester drops modules that a run imports; torch cannot be imported twice)
 from transports import starts_ranks
 
 import tkernels.launch  # noqa: F401
@@ -43,7 +44,7 @@ def offset(tmp_path):
 @pytest.mark.ranks(2, 1)
 def test_first(ctx, dtype, offset, tmp_path):
     x = offset.to(ctx.device) + ctx.rank
-    dist.all_reduce(x)
+    torch.distributed.all_reduce(x)
     assert x.tolist() == [10 * ctx.size + ctx.size * (ctx.size - 1) / 2] * 3
     assert tmp_path.exists() and dtype in (torch.float32, torch.bfloat16)
     with open(f"{{NOTES}}/{{ctx.size}}-{{ctx.rank}}", "a") as notes:
@@ -449,3 +450,20 @@ def test_what_cannot_be_judged_is_refused():
     with pytest.raises(ValueError, match="not finite"):
         assert_close_to(torch.zeros(2, 3), want / 0, terms=1)
     assert_close_to(torch.zeros(0, 3), want[:0], terms=1)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_give_the_groups_of_gloo_one_thread(ctx):
+    """Each device of gloo has one that wakes up 100 times a second, and torch keeps the groups of all tests."""
+
+    def loops():
+        return [each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop")
+
+    groups = [torch.distributed.new_group(backend="gloo")]
+    before = loops()
+    groups += [torch.distributed.new_group(backend="gloo") for _ in range(3)]
+    assert 0 < before == loops()
+    for group in groups:
+        found = torch.ones(1)
+        torch.distributed.all_reduce(found, group=group)
+        assert found == ctx.size

@@ -442,17 +442,9 @@ class CommOverlapCore:
             )
 
     def _config(
-        self,
-        operation: str,
-        tokens: int,
-        x,
-        w,
-        width: int,
-        how: str,
-        stored: torch.dtype,
-        spared: int = 0,
+        self, operation: str, tokens: int, x, w, width: int, how: str, stored: torch.dtype, spared: int = 0,
         scaled: bool = False,
-    ) -> OverlapConfig:
+    ) -> OverlapConfig:  # fmt: skip
         """The kernel's configuration: the library's choice, changed by the options.
 
         width: columns of the data sent. scaled: partial sums are sent in FP8.

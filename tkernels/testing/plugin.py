@@ -283,7 +283,7 @@ def _share_gloos_thread():
     """Let this rank's process groups of gloo share a device from now on.
 
     Each one's has a thread that wakes up 100 times a second, and torch keeps the groups that bodies make: those of a
-    whole suite took more than half of two cores.
+    long suite took about half of its time.
     """
     from torch.distributed import ProcessGroupGloo as Gloo
     from torch.distributed.distributed_c10d import default_pg_timeout
