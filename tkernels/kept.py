@@ -119,20 +119,22 @@ class _Memory:
     weights: list[WeakIdRef] = field(default_factory=list)
     copies: dict = field(default_factory=dict)
 
-    def has_lost_one(self) -> bool:
-        """Whether a weight lies elsewhere now."""
-        found = [local for each in self.weights if (local := _local(each())) is not None]
-        return any(local.untyped_storage()._cdata != self.storage.cdata for local in found)
+    def state(self) -> list[int] | None:
+        """What changes as torch counts a write to any of the weights.
 
-    def state(self):
-        """What changes as torch counts a write to any of the weights. None if one has died, or none are counted."""
+        None if one has died, or lies elsewhere now, or if nobody counts.
+        """
         state = []
         for each in self.weights:
             weight = each()
             local = _local(weight)
-            if local is None or weight.is_inference() or local.is_inference():
+            if local is None or local.untyped_storage()._cdata != self.storage.cdata or local.is_inference():
                 return None
-            state += weight._version, local._version
+            state.append(local._version)
+            if local is not weight:
+                if weight.is_inference():
+                    return None
+                state.append(weight._version)
         return state
 
 
@@ -141,7 +143,7 @@ class StagedCopies:
 
     def __init__(self, weights: list[torch.Tensor], limit_bytes: int):
         self.limit_bytes = limit_bytes
-        self._lock, self._died, self._steps = threading.Lock(), [], _steps
+        self._lock, self._died, self._steps, self._taken = threading.Lock(), [], _steps, 0
         self._memories, self._where = {}, {}  # by the number of their storage, and that number by weight
         for weight in weights:
             self._locate(WeakIdRef(weight, self._on_death))
@@ -150,24 +152,27 @@ class StagedCopies:
     def bytes(self) -> int:
         with self._lock:
             self._settle()
-            return self._taken()
+            return self._taken
 
     def forget(self):
         with self._lock:
             self._settle()
             self._drop()
 
-    def _taken(self) -> int:
-        copies = (copy for memory in self._memories.values() for _, copy in memory.copies.values())
-        return sum(copy.untyped_storage().nbytes() for copy in copies)
-
     def _drop(self):
         for memory in self._memories.values():
-            memory.copies.clear()
+            self._give_back(memory)
+
+    def _give_back(self, memory: _Memory, *keys):
+        """The copies of these keys, or all of them."""
+        for key in keys or tuple(memory.copies):
+            _, copy = memory.copies.pop(key, (None, None))
+            if copy is not None:
+                self._taken -= copy.untyped_storage().nbytes()
 
     def _close(self):
         with self._lock:
-            self._memories, self._where = {}, {}
+            self._memories, self._where, self._taken = {}, {}, 0
 
     def _on_death(self, ref: WeakIdRef):
         """Runs anywhere, as the garbage collector does: where the lock is taken, perhaps by this thread."""
@@ -194,7 +199,7 @@ class StagedCopies:
         memory = self._memories.get(self._where.pop(ref, None))
         if memory is not None:
             memory.weights.remove(ref)
-            memory.copies.clear()
+            self._give_back(memory)
             if not memory.weights:
                 del self._memories[memory.storage.cdata]
 
@@ -203,7 +208,7 @@ class StagedCopies:
         storage = StorageWeakRef(_local(ref()).untyped_storage())
         memory = self._memories.setdefault(storage.cdata, _Memory(storage))
         memory.weights.append(ref)
-        memory.copies.clear()
+        self._give_back(memory)
         self._where[ref] = storage.cdata
 
     def _memory_of(self, w: torch.Tensor) -> _Memory | None:
@@ -215,27 +220,31 @@ class StagedCopies:
                 self._locate(ref)
         return self._memories.get(number)
 
-    def _found(self, w: torch.Tensor):
-        """(a weight's memory, what a copy of w is kept by, what it must have been made at). None of other operands."""
+    def _found(self, w: torch.Tensor) -> tuple[_Memory, tuple, list[int]] | None:
+        """A weight's memory, what a copy of w is kept by, and what it must have been made at. None of other operands.
+
+        3 us, and a call looks twice: what is multiplied is chosen before it is copied.
+        """
         self._bury()
         if self._steps != _steps:
             self._steps = _steps
             self._drop()
-        memory = None if _step_captured else self._memory_of(w)
-        if memory is not None and memory.has_lost_one():
+        if _step_captured or w.is_inference() or (memory := self._memory_of(w)) is None:
+            return None
+        state = memory.state()
+        if state is None:
             self._settle()
             memory = self._memory_of(w)
-        state = None if memory is None or w.is_inference() else memory.state()
+            state = memory and memory.state()
         if state is None:
             return None
         state.append(w._version)  # of memory that was a weight's, no weight counts the writes
         rows, _ = in_rows(w)
-        stream = torch.cuda.current_stream().cuda_stream if w.is_cuda else 0
-        key = rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream
-        return memory, key, state
+        stream = torch._C._cuda_getCurrentRawStream(w.device.index) if w.is_cuda else 0
+        return memory, (rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream), state
 
     def _has_room(self, w: torch.Tensor) -> bool:
-        return self._taken() + Rows.of(w).bytes <= self.limit_bytes
+        return self._taken + Rows.of(w).bytes <= self.limit_bytes
 
     def _keeps(self, w: torch.Tensor) -> bool:
         with self._lock:
@@ -252,10 +261,11 @@ class StagedCopies:
             turned = in_rows(w)[1]
             if made != state:
                 copy = None
-                memory.copies.pop(key, None)  # before the next one takes memory
+                self._give_back(memory, key)  # before the next one takes memory
                 copy = stage(w).t() if turned else stage(w)
                 if self._has_room(w):
                     memory.copies[key] = state, copy
+                    self._taken += copy.untyped_storage().nbytes()
         return copy.t() if turned else copy
 
 

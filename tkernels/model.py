@@ -537,6 +537,9 @@ LIBRARY_TILES = tuple(
     if block_m * block_n <= 128 * 256
 )
 LIBRARY_SPLITS = (1, 2, 4, 8)
+# At what part of memory's speed it reads weights whose rows, or the result's, are multiples of so many bytes, where x
+# has few rows: of 2 and 4 bytes 0.15 to 0.7, of 8 bytes 0.44 to 0.7. One row is a gemv, which is faster.
+UNALIGNED_MEMORY = {2: 0.5, 4: 0.5, 8: 0.65}
 SCALED_END_S = 1.5e-6  # of a tile of FP8, but for the last: it scales one while it multiplies the next, ours don't
 
 
@@ -588,7 +591,8 @@ def library_s(problem: Problem) -> float:
                 waves = -(-tiles * splits // programs)
                 wave_s = gpu.tile_at(rate, first, second, -(-problem.K // splits), dtype, end_s=end_s)
                 best = min(best, waves * wave_s + TILE_END_S - end_s)
-    return max(best, problem.least_s)
+    slow = dtype in (FP16, BF16) and not problem.tma and 1 < problem.M <= NARROW
+    return max(best, problem.least_s / (UNALIGNED_MEMORY.get(problem.alignment, 1.0) if slow else 1.0))
 
 
 def plain_limit(operation: str, ranks: int, dtype: torch.dtype = torch.bfloat16) -> int:
