@@ -39,7 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
 from tkernels import choice, fused, gemm, gpus, tuned
-from tkernels.choice import gemm_config, overlap_config
+from tkernels.choice import overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.calls import local_calls
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
@@ -658,8 +658,9 @@ def _call(case: Case):
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
             if case.operation == "matmul":
-                layout, precision = gemm.layout_of(*operands[:2]), gemm.precision(dtype, not case.precise)
-                config = gemm_config(M, N, K, dtype, layout, options["out_dtype"], precision=precision)
+                y = torch.empty(M, N, dtype=options["out_dtype"] or result_dtype(dtype), device="meta")
+                problem = gemm.problem_of_product(*operands[:2], y, gemm.precision(dtype, not case.precise))
+                config, _ = choice.product_ways(problem)["kernel"]
                 tkernels.matmul(*operands, case.activation, config=config, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:

@@ -3,8 +3,8 @@
 M rows of x.  N rows of w (out-features).  K the dimension summed over.
 
 A persistent kernel: program p computes the BLOCK_M x BLOCK_N tiles p, p + num_programs, and so on until none are left.
-Operands are loaded through TMA descriptors where their layout allows and through pointers elsewhere. In either operand,
-either dimension may be contiguous.
+Operands are loaded through TMA descriptors where their layout allows and through pointers elsewhere, and so is the
+result stored. In either operand, either dimension may be contiguous.
 
 Operands of FP8 (e4m3, e5m2) come with fp32 scales: y = activation((x @ w.T) * x_scale * w_scale + bias). K must be
 contiguous in both, in rows of whole 16 bytes: of transposed ones Triton loads one operand through registers, at half of
@@ -335,12 +335,9 @@ def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = V
 def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
     """The memory layout of x [M, K] and w [N, K] in BLAS terms, w first: "TN" where K is contiguous in both.
 
-    w is N where its dimension N is contiguous, and x is T where M is. "pointers" if TMA can't describe both operands
-    and a result with contiguous rows of N elements.
+    w is N where its dimension N is contiguous, and x is T where M is. "pointers" if TMA can't describe both operands.
     """
-    takes = x.dtype in FP8 or w.shape[0] * w.element_size() % 16 == 0  # a result of FP8 is stored as it can be
-    takes = takes and all(tma_allowed(in_rows(matrix)[0]) for matrix in (x, w))
-    return orientation_of(x, w) if takes else "pointers"
+    return orientation_of(x, w) if all(tma_allowed(in_rows(matrix)[0]) for matrix in (x, w)) else "pointers"
 
 
 def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
@@ -362,7 +359,7 @@ def alignment_of(*matrices: torch.Tensor) -> int:
 
 
 def may_stage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a @ b is one that `matmul` might stage: of 16-bit rows that TMA can't take, on a GPU."""
+    """Whether a @ b is of 16-bit rows that TMA can't take, on a GPU: of which torch may be the slower one."""
     if runtime.RUNTIME == "simulated" or a.dtype.itemsize != 2 or a.numel() == 0 or b.numel() == 0:
         return False
     return b.shape[1] % 8 > 0 or not all(tma_allowed(in_rows(matrix)[0]) for matrix in (a, b))
@@ -376,7 +373,7 @@ def problem_of_product(
 
     kept: as Matmul has it.
     """
-    beyond = [matrix for matrix in (x, w, y) if not tma_allowed(in_rows(matrix)[0])]
+    beyond = [matrix for matrix in (x, w) if not tma_allowed(in_rows(matrix)[0])]
     rows = [in_rows(matrix)[0] for matrix in (x, w) if not any(matrix is other for other in beyond)]
     return Problem(
         "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
@@ -384,6 +381,7 @@ def problem_of_product(
         separate=activation is not None or bias and y.dtype != result_dtype(x.dtype), library=library_takes(x, w, y),
         staged=tuple(0 if kept and matrix is w else matrix.numel() * matrix.element_size() for matrix in beyond),
         sectors=all(matrix.stride(0) * matrix.element_size() % SECTOR == 0 for matrix in rows),
+        stored_by_tma=tma_allowed(y),
         programs=programs or runtime.default_programs(), gpu=gpu or gpu_here(),
     )  # fmt: skip
 
@@ -622,26 +620,14 @@ class Matmul(NamedTuple):
         return run
 
     def staged(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
-        """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
+        """The same of copies of those operands whose rows TMA can't take.
 
         The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends, but for
         those of weights that `keep_staged` keeps.
         """
         (x_like, stage_x), (w_like, stage_w) = staging(x), staging(w, kept=True)
-        wide = None if tma_allowed(y) else Rows.of(y)
-        y_like, unstage = (wide.empty("meta"), wide.plan_copy(y, back=True)) if wide else (y, None)
-        multiply = self.by_kernel(x_like, w_like, bias, y_like, config, scales)
-        (M, N), dtype = y.shape, y.dtype
-
-        def run(x, w, bias, out, scales=None):
-            x, w = stage_x(x), stage_w(w)
-            y = x.new_empty((M, N), dtype=dtype) if out is None else out
-            if unstage is None:
-                return multiply(x, w, bias, y, scales)
-            unstage(multiply(x, w, bias, wide.empty(x.device), scales), y)
-            return y
-
-        return run
+        multiply = self.by_kernel(x_like, w_like, bias, y, config, scales)
+        return lambda x, w, *others: multiply(stage_x(x), stage_w(w), *others)
 
     def by_library(self, x, y):
         """The function that has torch multiply, add the bias, and then apply the activation to the rounded sums."""

@@ -46,6 +46,7 @@ LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the 
 PASS_S = 2e-6  # a launch between others, whatever its size
 PASS_MEMORY = 0.75  # of memory's speed: torch's pass over a result for its activation
 ACTIVATION_S = {None: 0.0, "relu": 0.3e-6, "silu": 2e-6, "gelu_tanh": 2.5e-6, "gelu": 3e-6}  # for a tile of 128 x 256
+POINTERS_S = 1.2e-6  # for such a tile, where TMA can't store it
 SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
 GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
 COPY_S, REDUCED_COPY_S = 7e-6, 9.5e-6  # a copy, whatever its size, and one that waits for tiles
@@ -77,7 +78,7 @@ FEATURES, TURN_ROWS = 1024, 512
 REGISTERS = 255
 
 # A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise,
-# or with staged operands WORTH_STAGING, as the library's speed differs from size to size there; `fastest` has what
+# or of unaligned rows WORTH_STAGING, as the library's speed differs from size to size there; `fastest` has what
 # SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, or those of a tile 128, a program
 # has too little in flight to read memory at more than NARROW_MEMORY of its speed.
 WORTH, WORTH_STAGING, SHORT_S, STAGED_S, SHORT_K = 1.02, 0.9, 12e-6, 30e-6, 512
@@ -94,12 +95,12 @@ class Problem:
     sending: comm programs must send, into the two alternating inboxes. whole_chunks: rows can't be sent interleaved.
     precision: how operands are multiplied, as gemm.precision says it.
     heap_bytes: of each rank's symmetric memory, for `predict_plain`.
-    alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
+    alignment: bytes that the rows of operands and result are multiples of, where TMA can't take them all.
     Of a local product alone:
-    orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each matrix
-        that it can't, 0 of a weight whose copy is kept. sectors: the rows of the others begin at sectors of the cache,
-        of 32 bytes.
-    stored: the result's dtype; None: the usual one.
+    orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each that
+        it can't, 0 of a weight whose copy is kept. sectors: the rows of the others begin at sectors of the cache, of 32
+        bytes.
+    stored, stored_by_tma: the result's dtype; None: the usual one; and whether TMA can take its rows.
     activation, separate: its activation, and whether that or a bias takes the library another pass.
     library: whether the library takes such operands at all.
     """
@@ -123,6 +124,7 @@ class Problem:
     staged: tuple[int, ...] = ()
     sectors: bool = True
     stored: torch.dtype | None = None
+    stored_by_tma: bool = True
     activation: str | None = None
     separate: bool = False
     library: bool = True
@@ -148,6 +150,11 @@ class Problem:
     @property
     def tma(self) -> bool:
         return self.layout != "pointers"
+
+    @property
+    def aligned(self) -> bool:
+        """Whether TMA can take the operands and the result, so that torch multiplies at full speed."""
+        return self.tma and self.stored_by_tma
 
     @property
     def stored_by_pair(self) -> bool:
@@ -413,7 +420,8 @@ def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
     gemm = getattr(config, "gemm", config)
     rate = problem.gpu.rate(problem.dtype, problem.precision, problem.tma)
     tile_s = problem.gpu.tile_at(rate, gemm.block_m, gemm.block_n, problem.K, problem.dtype, problem.sectors)
-    tile_s += ACTIVATION_S[problem.activation] * gemm.block_m * gemm.block_n / (128 * 256)
+    end_s = ACTIVATION_S[problem.activation] + (0 if problem.stored_by_tma else POINTERS_S)
+    tile_s += end_s * gemm.block_m * gemm.block_n / (128 * 256)
     alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
     if isinstance(config, GemmConfig):
         if min(problem.M, problem.N) <= NARROW or gemm.block_n <= 128:
@@ -553,7 +561,7 @@ def predict_library(problem: Problem) -> Prediction:
 
 
 def predict_staged(problem: Problem, config: GemmConfig) -> Prediction:
-    """The time of a local product by our kernel where what TMA can't take is copied before or after it.
+    """The time of a local product by our kernel where the operands that TMA can't take are copied before it.
 
     Copies for torch's kernels don't pay: with them 34 random problems took 1.16 times as long in the geometric mean.
     """
@@ -572,8 +580,10 @@ def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
         return min(predicted, key=lambda name: predicted[name].gemm)
     library = predicted[LIBRARY].gemm
     short = library <= SHORT_S
-    known = (problem.tma or short) if problem.separate else not short and problem.tma and problem.K >= SHORT_K
-    most = {KERNEL: WORTH * library if known else 0.0, STAGED: WORTH_STAGING * library if library > STAGED_S else 0.0}
+    worth = WORTH if problem.stored_by_tma else WORTH_STAGING
+    deep = problem.K >= SHORT_K or not problem.stored_by_tma  # by elements, torch stores at half of our speed
+    known = (problem.tma or short) if problem.separate else not short and problem.tma and deep
+    most = {KERNEL: worth * library if known else 0.0, STAGED: WORTH_STAGING * library if library > STAGED_S else 0.0}
     ours = {name: predicted[name].gemm for name in most if name in predicted and predicted[name].gemm <= most[name]}
     return min(ours, key=ours.get, default=LIBRARY)
 
@@ -581,7 +591,7 @@ def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
 def library_s(problem: Problem) -> float:
     """The time of the local GEMM by torch's matmul, without its launch: that of the best of its tiles."""
     gpu, dtype, programs = problem.gpu, problem.dtype, problem.programs
-    rate = gpu.library_rate(dtype, problem.precision, 16 if problem.tma else problem.alignment)
+    rate = gpu.library_rate(dtype, problem.precision, 16 if problem.aligned else problem.alignment)
     M, N = sorted((problem.M, problem.N))
     best, end_s = math.inf, SCALED_END_S if dtype in FP8 else TILE_END_S
     for (block_m, block_n), splits in itertools.product(LIBRARY_TILES, LIBRARY_SPLITS):
@@ -591,7 +601,7 @@ def library_s(problem: Problem) -> float:
                 waves = -(-tiles * splits // programs)
                 wave_s = gpu.tile_at(rate, first, second, -(-problem.K // splits), dtype, end_s=end_s)
                 best = min(best, waves * wave_s + TILE_END_S - end_s)
-    slow = dtype in (FP16, BF16) and not problem.tma and 1 < problem.M <= NARROW
+    slow = dtype in (FP16, BF16) and not problem.aligned and 1 < problem.M <= NARROW
     return max(best, problem.least_s / (UNALIGNED_MEMORY.get(problem.alignment, 1.0) if slow else 1.0))
 
 

@@ -104,8 +104,8 @@ def matmul(
     multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. A call with out or config has no
     gradient. Raises ValueError or TypeError.
     Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
-    of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, of x or w of which no
-    stride is 1 or one is 0, and for nothing else. `keep_staged` keeps the copies of weights for the next calls.
+    of x or w where its rows are no multiples of 16 bytes, if it stages them, or where no stride is 1 or one is 0, and
+    for nothing else. `keep_staged` keeps the copies of weights for the next calls.
 
     FP8: x and w of torch.float8_e4m3fn, or one of them of float8_e5m2, with K contiguous in both and a multiple of 16.
     x_scale, w_scale: fp32, for activation((x @ w.T) * x_scale * w_scale + bias). x_scale is one number, or one a row,

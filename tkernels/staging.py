@@ -1,8 +1,9 @@
 """Staging: copies of matrices whose rows TMA can't take, in rows that it can.
 
-TMA reads and writes rows of whole 16 bytes. By pointers a product is two to five times slower, as each element of a
-tile costs registers, and cuBLAS loses as much. So an operand of other rows is copied into wider rows first, and a
-result is computed in such rows and copied to where it belongs; both copies run at the speed of memory.
+TMA reads and writes rows of whole 16 bytes. Read by pointers, a product is two to five times slower, as each element of
+a tile costs registers, and cuBLAS loses as much. So an operand of other rows is copied into wider rows first, at the
+speed of memory. `matmul` stores a result of other rows by pointers, which costs 3 to 7 %; a fused operation computes it
+in wider rows, and copies it to where it belongs.
 """
 
 from dataclasses import dataclass
