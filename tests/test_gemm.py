@@ -281,7 +281,8 @@ def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
 
 
 @pytest.mark.parametrize("precision, N, K, adds", [
-    ("ieee", 7, 999, True), ("ieee", 7, 1000, False), ("tf32", 7, 1000, True), ("ieee", 132 * 128, 1000, True),
+    ("ieee", 342, 999, True), ("ieee", 342, 1000, False), ("ieee", 341, 1000, True), ("tf32", 342, 1000, True),
+    ("ieee", 132 * 128, 1000, True),
 ])  # fmt: skip
 def test_matmul_by_the_library_adds_a_bias_to_few_sums_of_a_deep_k_in_fp32_by_itself(
     by_library, monkeypatch, precision, N, K, adds

@@ -17,7 +17,7 @@ from transports import Operators, every_path, launches, multiplied_by
 import tkernels
 import tkernels.operators
 from tkernels.activations import activation_reference
-from tkernels.comm import Context, TkernelsError
+from tkernels.comm import Context, TkernelsError, runtime
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import DTYPES
@@ -490,7 +490,8 @@ def test_a_compiled_block_gives_the_same_results_and_gradients(ctx):
 
 def test_matmul_takes_sizes_of_data_in_compiled_code():
     """What fits by equal masks can't be compared in a trace."""
-    x, w, bias, mask = torch.ones(8, 16), torch.ones(32, 16), torch.ones(32), torch.arange(32) % 2 == 0
+    x, w, bias = (torch.ones(size, device=runtime.device()) for size in ((8, 16), (32, 16), 32))
+    mask = torch.arange(32, device=x.device) % 2 == 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         step = torch.compile(lambda m, n: tkernels.matmul(x, w[m], bias[n]), fullgraph=True, backend="aot_eager")
         assert step(mask, mask.clone()).eq(17.0).all()

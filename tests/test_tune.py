@@ -23,7 +23,7 @@ from tkernels import cli, model, tune_command, tuned
 from tkernels.choice import choices_of, gemm_config, overlap_config, problem_of
 from tkernels.comm import runtime
 from tkernels.configs import GemmConfig, OverlapConfig, with_room_for
-from tkernels.gemm import layout_of, precision
+from tkernels.gemm import fused_layout, layout_of, precision
 from tkernels.launch import RankError
 from tkernels.model import default_config
 from tkernels.timing import Timing
@@ -379,11 +379,12 @@ def test_operands_lie_in_memory_as_their_layout_says_and_the_result_is_for_calls
         assert layout_of(operands.x, operands.w) == layout == problem.key(2)[-1]
     for operation, M, N, K, layout in [  # TMA can't take these
         (RS, 64, 33, 64, "TN"), (AR, 64, 32, 66, "NN"), (AG, 64, 66, 64, "TN"), (RS, 63, 32, 64, "TT"),
-        ("matmul", 64, 33, 64, "TN"), (AG, 1, 64, 63, "NN"),
+        ("matmul", 64, 32, 63, "TN"), (AG, 1, 64, 63, "NN"),
     ]:  # fmt: skip
         problem = Job(operation, M, N, K, torch.bfloat16, layout)
         operands = Operands(ctx, problem, 0)
-        assert layout_of(operands.x, operands.w) == "pointers" == problem.key(2)[-1], problem
+        assert fused_layout(operands.x, operands.w) == "pointers" == problem.key(2)[-1], problem
+    assert Job("matmul", 64, 33, 64, torch.bfloat16, "TN").key(2)[-1] == "TN"  # whose result it stores by elements
 
 
 @pytest.mark.ranks(2)

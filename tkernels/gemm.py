@@ -346,8 +346,14 @@ def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
 
 
 def fused_layout(x: torch.Tensor, w: torch.Tensor, gpu: GPU | None = None) -> str:
-    """The layout of a fused operation's operands as they are multiplied, staged or not."""
-    return orientation_of(x, w) if stages_rows(x.dtype, gpu) else layout_of(x, w)
+    """The layout of a fused operation's operands as they are multiplied, staged or not.
+
+    Also "pointers" where TMA can't store rows of the result, but of FP8, whose tiles are stored as they can be.
+    """
+    if stages_rows(x.dtype, gpu):
+        return orientation_of(x, w)
+    stores = x.dtype in FP8 or w.shape[0] * w.element_size() % 16 == 0
+    return layout_of(x, w) if stores else "pointers"
 
 
 def alignment_of(*matrices: torch.Tensor) -> int:
