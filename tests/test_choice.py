@@ -253,6 +253,14 @@ def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime()
             assert choice.product_way(simulated) == ("kernel", default_config(M, 8192, dtype, gpu=SIMULATED))
 
 
+def test_product_ways_store_what_tma_cant_take_in_one_slice_or_with_an_activation_in_four():
+    with mock.patch.object(choice, "current_context", lambda: context()):
+        for by_tma, activation, split in ((True, None, 2), (True, "gelu", 2), (False, None, 1), (False, "gelu", 4)):
+            problem = Problem("matmul", 8192, 8191, 8192, activation=activation, stored_by_tma=by_tma, gpu=H200)
+            tiles = default_config(8192, 8191, BF16, gpu=H200)
+            assert choice.product_ways(problem)["kernel"][0] == replace(tiles, split=split)
+
+
 def test_gemm_config_of_wider_results_has_a_stage_less():
     four = context(record(GemmConfig(num_stages=4), "matmul"))
     with mock.patch.object(choice, "current_context", lambda: four):

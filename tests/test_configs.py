@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tkernels.configs import COUNT, GemmConfig, OverlapConfig, Wire, by_copy_engine, with_room_for
+from tkernels.configs import COUNT, GemmConfig, OverlapConfig, Wire, by_copy_engine, by_elements, with_room_for
 
 
 @pytest.mark.parametrize("rows, row_bytes, copy_rows", [
@@ -31,7 +31,7 @@ def test_the_copy_engine_gets_few_large_copies_of_whole_chunks_whatever_the_tile
         (GemmConfig, "block_m", 2**30, "a power of two from 16 to 1024"),
         (GemmConfig, "block_k", 48, "a power of two from 16 to 1024"),
         (GemmConfig, "group_m", 0, f"a whole number from 1 to {COUNT}"),
-        (GemmConfig, "split", 4, "1 or 2"),
+        (GemmConfig, "split", 3, "1, 2 or 4"),
         (GemmConfig, "num_warps", 6, "a power of two up to 32"),
         (GemmConfig, "num_stages", 2.0, f"a whole number from 1 to {COUNT}"),
         (GemmConfig, "use_tma", None, "True or False"),
@@ -49,6 +49,14 @@ def test_a_field_that_makes_no_sense_is_refused(kind, field, value, allowed):
     said = f"{kind.__name__}: {field}={value!r} must be {allowed}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         kind(**{field: value})
+
+
+def test_gemm_config_of_four_slices_takes_wide_tiles_and_by_elements_makes_it_of_those_alone():
+    with pytest.raises(ValueError, match="split=4 takes a block_n of 64 or more, not 32; pass split=2"):
+        GemmConfig(block_n=32, split=4)
+    wide, narrow, pointers = GemmConfig(), GemmConfig(block_n=32, split=1), GemmConfig(use_tma=False)
+    assert by_elements(wide) == replace(wide, split=4) and by_elements(wide, whole=True) == replace(wide, split=1)
+    assert by_elements(narrow) == replace(narrow, split=2) and by_elements(pointers) is pointers
 
 
 def test_overlap_config_with_wire_keeps_the_rows_of_a_copy_in_whole_chunks():

@@ -124,9 +124,9 @@ def test_descriptors_and_pointers_and_both_ways_to_store_give_the_same_bits(layo
     w = operand(normal, (N, K), torch.bfloat16, 2, LAYOUTS[layout][1])
     bias = normal(N, torch.bfloat16, 3, device=DEVICE)
     results = [
-        matmul(x, w, bias, "gelu", config=config(M, N, x.dtype, use_tma=use_tma, split=split))
+        matmul(x, w, bias, "gelu", config=config(M, N, x.dtype, use_tma=use_tma, split=split, block_n=64))
         for use_tma in (True, False)
-        for split in (1, 2)
+        for split in (1, 2, 4)
     ]
     assert_close_to(results[0], matmul_reference(x, w, bias, "gelu"), terms=K + 1)
     assert all(torch.equal(results[0], other) for other in results[1:])

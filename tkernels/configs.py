@@ -45,7 +45,7 @@ _ALLOWED = {
         ("block_m block_n block_k", "a power of two from 16 to 1024", lambda value: _power(value, 16, 1024)),
         ("put_block", "a power of two from 16 to 2**20", lambda value: _power(value, 16, 1 << 20)),
         ("num_warps", "a power of two up to 32", lambda value: _power(value, 1, 32)),
-        ("split", "1 or 2", lambda value: _whole(value, 1, 2)),
+        ("split", "1, 2 or 4", lambda value: _power(value, 1, 4)),
         ("use_tma interleaved landing", "True or False", lambda value: _whole(value, False, True)),
         ("group_m num_stages chunk_rows max_splits", f"a whole number from 1 to {COUNT}",
          lambda value: _whole(value, 1)),
@@ -78,7 +78,8 @@ class GemmConfig:
 
     group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
     split: column slices in which the epilogue stores a tile (Triton's EPILOGUE_SUBTILE); 2 halves the shared memory
-        that it needs. Not split-K, which is OverlapConfig.max_splits.
+        that it needs; 4, of a block_n of 64 or more, the registers of stores through pointers. Not split-K, which is
+        OverlapConfig.max_splits.
     num_stages: of the load pipeline; a fused operation takes fewer where it splits tiles along K (model.stages_of).
     use_tma: load and store through TMA descriptors where the layout allows and the GPU has TMA; False: always through
         pointers.
@@ -97,6 +98,8 @@ class GemmConfig:
 
     def __post_init__(self):
         _check_fields(self)
+        if self.split == 4 and self.block_n < 64:
+            raise ValueError(f"GemmConfig: split=4 takes a block_n of 64 or more, not {self.block_n}; pass split=2")
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,16 @@ def with_room_for(
     if stored.itemsize > result_dtype(dtype).itemsize:
         gemm = replace(gemm, block_n=min(gemm.block_n, 128), split=2)
     return config if gemm == config.gemm else replace(config, gemm=gemm)
+
+
+def by_elements(gemm: GemmConfig, whole: bool = False) -> GemmConfig:
+    """The tiles for a result of 16 bits whose rows TMA can't take: in two slices they spill 22 to 83 registers.
+
+    whole: in one slice, as a local product without an activation, of which it spills none either. Of K = 106 four take
+    1.3 times as long; with gelu one takes 1.1 times as long as four.
+    """
+    split = 1 if whole else 4 if gemm.block_n >= 64 else 2
+    return replace(gemm, split=split) if gemm.use_tma else gemm
 
 
 def for_precision(gemm: GemmConfig, precision: str) -> GemmConfig:

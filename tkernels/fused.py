@@ -6,6 +6,7 @@ what each step is for it.
 """
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,13 +16,14 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import bind_empty
 from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
-from tkernels.configs import FP8, OverlapConfig, with_room_for
+from tkernels.configs import FP8, OverlapConfig, by_elements, with_room_for
 from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, prepare_strided, staging
 from tkernels.gpus import stages_rows
 from tkernels.leading import ROWS_FIRST
+from tkernels.model import GATHER
 from tkernels.overlap import check_mapped
 from tkernels.partials import check_scaled_slices, with_scaled_slices
-from tkernels.paths import choose_path
+from tkernels.paths import choose_path, fused_sizes
 from tkernels.staging import SECTOR, VECTOR_BYTES, Rows
 
 # From so many rows of x on, w is copied into rows of whole sectors: tiles of 256 of its rows wait for L2 otherwise, for
@@ -101,14 +103,16 @@ class FusedCall(NamedTuple):
         return stages_rows(x.dtype) and (self.config is None or self.config.gemm.use_tma)
 
     def staged(self, ctx: Context, x, w, bias, out, *others):
-        """`fused`, where the rows of w and of y are made whole 16 bytes; those of x are its own business.
+        """`fused`, where the rows of w, and mostly of y, are made whole 16 bytes; those of x are its own business.
 
         TMA reads zeros where w has no more rows, so only what of w lies in other rows is copied; for enough rows of x
         also into those of whole sectors of the cache. Columns that y has not are computed beside it, and left out as it
         is copied. Both copies are made in each call, but for that of a weight that `keep_staged` keeps.
         """
         N, M = w.shape[0], self.sent_shape(x, w)[0]
-        columns = round_up(N, VECTOR_BYTES // x.element_size())
+        # Between two ranks an all-gather's tiles store such rows by elements; among more that spills 10 registers.
+        whole = self.operation != GATHER or ctx.size > 2
+        columns = round_up(N, VECTOR_BYTES // x.element_size()) if whole else N
         w_like, stage = staging(w, row_bytes=SECTOR if M >= SECTOR_ROWS else VECTOR_BYTES, kept=True)
         if columns == N:
             run = self.fused(ctx, x, w_like, bias, out, *others)
@@ -140,10 +144,12 @@ class FusedCall(NamedTuple):
         if config is None:
             M, N, K = self.sent_shape(x, w)[0], self.columns or w.shape[0], x.shape[1]
             config = overlap_config(
-                ctx, self.operation, M, N, K, x.dtype, fused_layout(x, w), precision=self.precision,
-                whole_chunks=self.wire_dtype in FP8,
+                ctx, self.operation, *fused_sizes(self.operation, M, N, K, x.dtype), x.dtype, fused_layout(x, w),
+                precision=self.precision, whole_chunks=self.wire_dtype in FP8,
             )  # fmt: skip
             config = with_room_for(config, stored, x.dtype, self.precision)
+            if self.stages_rows(x) and N * self.out_dtype.itemsize % VECTOR_BYTES:
+                config = replace(config, gemm=by_elements(config.gemm))
             if self.wire_dtype in FP8:
                 # With scales of operands besides, stores through pointers spill 80 to 160 registers in two slices.
                 config = with_scaled_slices(config, x.dtype in FP8 and N * self.out_dtype.itemsize % 16 > 0)

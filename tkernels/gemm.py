@@ -214,8 +214,13 @@ def halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def slices_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr):
-    """Split a tile into SPLIT slices of columns, 1 or 2."""
-    if SPLIT == 2:
+    """Split a tile into SPLIT slices of columns, 1, 2 or 4."""
+    if SPLIT == 4:
+        left, right = halves(tile, ROWS, COLUMNS)
+        first, second = halves(left, ROWS, COLUMNS // 2)
+        third, fourth = halves(right, ROWS, COLUMNS // 2)
+        slices = (first, second, third, fourth)
+    elif SPLIT == 2:
         slices = halves(tile, ROWS, COLUMNS)
     else:
         slices = (tile,)
