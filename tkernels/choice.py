@@ -105,7 +105,9 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
     def config_of(layout: str) -> GemmConfig:
         sizes = problem.M, problem.N, problem.K
         config = gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu, problem.precision)
-        return config if problem.stored_by_tma or fp8 else configs.by_elements(config, problem.activation is None)
+        if problem.stored_by_tma or problem.dtype.itemsize != 2:
+            return config
+        return configs.by_elements(config, whole=problem.activation is None)
 
     fp8, simulated = problem.dtype in configs.FP8, problem.gpu is SIMULATED
     config, found = config_of(problem.orientation if fp8 else problem.layout), {}

@@ -2,8 +2,8 @@
 
 TMA reads and writes rows of whole 16 bytes. Read by pointers, a product is two to five times slower, as each element of
 a tile costs registers, and cuBLAS loses as much. So an operand of other rows is copied into wider rows first, at the
-speed of memory. `matmul` stores a result of other rows by pointers, which costs 3 to 7 %; a fused operation computes it
-in wider rows, and copies it to where it belongs.
+speed of memory. A result of other rows is stored by pointers, which costs 3 to 7 %: by `matmul`, and by an all-gather
+between two ranks. Other fused operations compute it in wider rows, and copy it to where it belongs.
 """
 
 from dataclasses import dataclass
