@@ -38,7 +38,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
-from tkernels import choice, fused, gemm, gpus, tuned
+from tkernels import choice, fused, gemm, gpus, paths, tuned
 from tkernels.choice import overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.calls import local_calls
@@ -328,6 +328,7 @@ def _fp8_cases() -> list[Case]:
         cases += products(operation, "uneven_eights", ranks=(2,), shape=(1023, 1000, 1024))
     for columns in (1001, 1024):
         cases.append(Case("straighten", label=str(columns), shape=(1001, 1, columns), x_transposed=True))
+    cases += products("matmul", "unaligned_N_gelu unaligned_N_float32", f"bfloat16 {E4M3}")  # stored by elements
     return cases
 
 
@@ -571,7 +572,7 @@ def run_case(name: str, describe=None) -> dict:
     local_calls.clear()
     # Else of rows that TMA can't take, by pointers.
     staged = case is not None and case.label.startswith("staged")
-    for module in (fused, gemm, choice):
+    for module in (fused, gemm, choice, paths):
         module.stages_rows = lambda dtype, gpu=None: staged
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
@@ -659,7 +660,8 @@ def _call(case: Case):
                 options["rows"] = rows
             if case.operation == "matmul":
                 y = torch.empty(M, N, dtype=options["out_dtype"] or result_dtype(dtype), device="meta")
-                problem = gemm.problem_of_product(*operands[:2], y, gemm.precision(dtype, not case.precise))
+                how = gemm.precision(dtype, not case.precise), case.activation, case.bias
+                problem = gemm.problem_of_product(*operands[:2], y, *how)
                 config, _ = choice.product_ways(problem)["kernel"]
                 tkernels.matmul(*operands, case.activation, config=config, **options)
             else:

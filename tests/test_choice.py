@@ -19,7 +19,7 @@ from tkernels.gpus import GPUS, H200, SIMULATED
 from tkernels.model import Problem, choose, default_config, ways, wire_of
 from tkernels.shapes import ROW_PARALLEL
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 TUNED = OverlapConfig(GemmConfig(64, 64, 64, group_m=4), chunk_rows=64, num_comm=1)  # chunks by rule
 
@@ -253,12 +253,15 @@ def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime()
             assert choice.product_way(simulated) == ("kernel", default_config(M, 8192, dtype, gpu=SIMULATED))
 
 
-def test_product_ways_store_what_tma_cant_take_in_one_slice_or_with_an_activation_in_four():
+def test_product_ways_store_what_tma_cant_take_in_slices_for_which_there_are_registers_and_shared_memory():
     with mock.patch.object(choice, "current_context", lambda: context()):
-        for by_tma, activation, split in ((True, None, 2), (True, "gelu", 2), (False, None, 1), (False, "gelu", 4)):
-            problem = Problem("matmul", 8192, 8191, 8192, activation=activation, stored_by_tma=by_tma, gpu=H200)
-            tiles = default_config(8192, 8191, BF16, gpu=H200)
-            assert choice.product_ways(problem)["kernel"][0] == replace(tiles, split=split)
+        for changes, split in [
+            ({}, 1), ({"activation": "gelu"}, 4), ({"stored": BF16}, 1), ({"stored": torch.float32}, 4),
+            ({"dtype": E4M3}, 4), ({"dtype": E4M3, "stored": torch.float32}, 4), ({"dtype": torch.float32}, 1),
+            ({"stored_by_tma": True}, 2), ({"stored_by_tma": True, "activation": "gelu"}, 2),
+        ]:  # fmt: skip
+            problem = Problem("matmul", 8192, 8191, 8192, **{"gpu": H200, "stored_by_tma": False} | changes)
+            assert choice.product_ways(problem)["kernel"][0].split == split, changes
 
 
 def test_gemm_config_of_wider_results_has_a_stage_less():

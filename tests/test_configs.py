@@ -55,7 +55,7 @@ def test_gemm_config_of_four_slices_takes_wide_tiles_and_by_elements_makes_it_of
     with pytest.raises(ValueError, match="split=4 takes a block_n of 64 or more, not 32; pass split=2"):
         GemmConfig(block_n=32, split=4)
     wide, narrow, pointers = GemmConfig(), GemmConfig(block_n=32, split=1), GemmConfig(use_tma=False)
-    assert by_elements(wide) == replace(wide, split=4) and by_elements(wide, whole=True) == replace(wide, split=1)
+    assert by_elements(wide) == replace(wide, split=4) and by_elements(wide, one_slice=True) == replace(wide, split=1)
     assert by_elements(narrow) == replace(narrow, split=2) and by_elements(pointers) is pointers
 
 

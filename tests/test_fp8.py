@@ -274,7 +274,7 @@ def test_matmul_refuses_by_name_what_it_does_not_take():
     ({"precision": "promoted"}, "library", None),
     ({"N": 8200, "library": False, "staged": ()}, "kernel", (128, 256, 128)),
     ({"N": 8200, "library": False, "staged": (), "precision": "promoted"}, "kernel", (128, 128, 128)),
-    ({"N": 8191, "library": False, "staged": (8192 * 8191 * 2,), "layout": "pointers"}, "staged", (128, 256, 128)),
+    ({"N": 8191, "library": False, "stored_by_tma": False}, "kernel", (128, 256, 128)),
     ({"M": 4}, "library", None),
 ])  # fmt: skip
 def test_product_way_of_fp8(changes, way, tiles):

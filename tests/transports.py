@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
-from tkernels import choice, fused, gemm, staging
+from tkernels import choice, fused, gemm, paths, staging
 from tkernels.choice import overlap_config, product_way, product_ways
 from tkernels.comm import collectives, runtime
 from tkernels.comm.allocator import merged
@@ -289,7 +289,7 @@ def staged_rows(ctx):
         return made
 
     with contextlib.ExitStack() as stack:
-        for module in (gemm, fused, choice):
+        for module in (gemm, fused, choice, paths):
             stack.enter_context(mock.patch.object(module, "stages_rows", lambda dtype, gpu=None: dtype.itemsize == 2))
         stack.enter_context(mock.patch.object(staging.Rows, "empty", poisoned))
         stack.enter_context(poisoned_memory())

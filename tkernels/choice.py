@@ -105,15 +105,14 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
     def config_of(layout: str) -> GemmConfig:
         sizes = problem.M, problem.N, problem.K
         config = gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu, problem.precision)
-        if problem.stored_by_tma or problem.dtype.itemsize != 2:
+        if problem.stored_by_tma or problem.dtype == torch.float32:
             return config
-        return configs.by_elements(config, whole=problem.activation is None)
+        usual = problem.dtype.itemsize == (problem.stored or problem.dtype).itemsize == 2
+        return configs.by_elements(config, one_slice=usual and problem.activation is None)
 
-    fp8, simulated = problem.dtype in configs.FP8, problem.gpu is SIMULATED
-    config, found = config_of(problem.orientation if fp8 else problem.layout), {}
-    if not (fp8 and problem.staged) or simulated:  # to store such rows takes longer than to multiply FP8
-        found[model.KERNEL] = config, model.predict(problem, config)
-    if problem.staged and problem.dtype.itemsize <= 2:
+    config = config_of(problem.layout)
+    found = {model.KERNEL: (config, model.predict(problem, config))}
+    if problem.staged and problem.dtype.itemsize == 2:
         config = config_of(problem.orientation)
         found[model.STAGED] = config, model.predict_staged(problem, config)
     if problem.library:

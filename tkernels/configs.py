@@ -77,9 +77,9 @@ class GemmConfig:
     """How one GEMM is tiled.
 
     group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
-    split: column slices in which the epilogue stores a tile (Triton's EPILOGUE_SUBTILE); 2 halves the shared memory
-        that it needs; 4, of a block_n of 64 or more, the registers of stores through pointers. Not split-K, which is
-        OverlapConfig.max_splits.
+    split: column slices in which the epilogue stores a tile (Triton's EPILOGUE_SUBTILE), of which each takes shared
+        memory, and registers where it is stored through pointers. 4 takes a block_n of 64 or more. Not split-K, which
+        is OverlapConfig.max_splits.
     num_stages: of the load pipeline; a fused operation takes fewer where it splits tiles along K (model.stages_of).
     use_tma: load and store through TMA descriptors where the layout allows and the GPU has TMA; False: always through
         pointers.
@@ -239,13 +239,13 @@ def with_room_for(
     return config if gemm == config.gemm else replace(config, gemm=gemm)
 
 
-def by_elements(gemm: GemmConfig, whole: bool = False) -> GemmConfig:
-    """The tiles for a result of 16 bits whose rows TMA can't take: in two slices they spill 22 to 83 registers.
+def by_elements(gemm: GemmConfig, one_slice: bool = False) -> GemmConfig:
+    """The tiles for a result whose rows TMA can't take: stored in two slices, they spill 22 to 91 registers.
 
-    whole: in one slice, as a local product without an activation, of which it spills none either. Of K = 106 four take
-    1.3 times as long; with gelu one takes 1.1 times as long as four.
+    one_slice: instead of four, as local products of 16 bits without an activation, of which it spills none either: of
+    K = 106 four take 1.3 times as long. With gelu one takes 1.1 times as long as four.
     """
-    split = 1 if whole else 4 if gemm.block_n >= 64 else 2
+    split = 1 if one_slice else 4 if gemm.block_n >= 64 else 2
     return replace(gemm, split=split) if gemm.use_tma else gemm
 
 

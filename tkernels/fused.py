@@ -46,7 +46,7 @@ class FusedCall(NamedTuple):
     without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
     plain, fused: what `prepare` returns for a path.
 
-    columns: out-features as the fused kernel computes them, more than w has where rows of y are not whole 16 bytes.
+    columns: out-features as the fused kernel computes them, more than w has where rows of y are made whole 16 bytes.
     leading: which dimension of the caller's x comes first in the matrix, then the sizes of the other leading ones; see
         `Leading.order`. It changes nothing here, but what ranks make of each other's rows.
     """
@@ -110,9 +110,10 @@ class FusedCall(NamedTuple):
         is copied. Both copies are made in each call, but for that of a weight that `keep_staged` keeps.
         """
         N, M = w.shape[0], self.sent_shape(x, w)[0]
-        # Between two ranks an all-gather's tiles store such rows by elements; among more that spills 10 registers.
-        whole = self.operation != GATHER or ctx.size > 2
-        columns = round_up(N, VECTOR_BYTES // x.element_size()) if whole else N
+        # Between two ranks an all-gather's tiles store such rows, by elements, in four slices: among more, 10 registers
+        # spill.
+        stored = self.operation == GATHER and ctx.size == 2 and (self.config is None or self.config.gemm.split == 4)
+        columns = N if stored else round_up(N, VECTOR_BYTES // x.element_size())
         w_like, stage = staging(w, row_bytes=SECTOR if M >= SECTOR_ROWS else VECTOR_BYTES, kept=True)
         if columns == N:
             run = self.fused(ctx, x, w_like, bias, out, *others)

@@ -134,9 +134,9 @@ def explain_product(problem: model.Problem) -> Choice:
     times = ", ".join(f"{1e6 * way.predicted.seconds:.0f} us {MULTIPLIED[way.name]}" for way in ways)
     if taken == model.LIBRARY and problem.dtype == torch.float32:
         times += f"; torch multiplies {'fp32' if problem.precision == 'ieee' else problem.precision} faster"
-    elif taken == model.LIBRARY and problem.tma:
+    elif taken == model.LIBRARY and problem.aligned:
         times += "; torch has tiles that suit these sizes better"
-    elif not problem.tma:
+    elif not problem.aligned:
         times += "; TMA can't take rows that are no multiples of 16 bytes"
     elif taken == model.KERNEL and min(ways, key=lambda way: way.predicted.seconds).name != taken:
         times += f"; within {model.WORTH - 1:.0%} the model can't tell which is faster, and our kernel is taken"

@@ -27,12 +27,14 @@ from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, fused_layout, layout_of, precision
 from tkernels.library import multiply_scaled_into
 from tkernels.paths import Choice, check_depth, explain, fused_sizes, local_sizes
 from tkernels.quantize import quantize_reference
 from tkernels.rounding import fp8_error, tolerance
+from tkernels.staging import VECTOR_BYTES
 from tkernels.timing import agree
 from tkernels.timing import measure as measure_all
 from tkernels.variants import check_grid, describe, product, variants
@@ -96,9 +98,10 @@ class Job:
             raise ValueError(f"tune: float8 takes an N, of each rank, that is a multiple of 16, but here it is {N}")
 
     def local(self, ranks: int) -> tuple[int, int, int]:
-        """M, N, K of one rank's local GEMM."""
-        sizes = self.M, self.N, self.K
-        return sizes if self.operation == "matmul" else local_sizes(self.operation, *sizes, ranks)
+        """M, N, K of one rank's local GEMM. Of matmul, N is a whole number of 16 bytes: others take the same tiles."""
+        if self.operation == "matmul":
+            return self.M, round_up(self.N, VECTOR_BYTES // self.dtype.itemsize), self.K
+        return local_sizes(self.operation, self.M, self.N, self.K, ranks)
 
     def operands(self, ranks: int, rank: int, make) -> tuple[torch.Tensor, torch.Tensor]:
         """x and w of that rank. make: allocates a vector of that many elements."""
@@ -221,7 +224,8 @@ def tune(
     operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", on 2 ranks or more, or "matmul".
     M, N, K: over all ranks.
     layout: of w and x, in BLAS notation. TN: w as in nn.Linear. NN: w.t() of a [K, N] matrix. Where TMA cannot address
-        matrices of these sizes, the result is stored for the layout "pointers", under which calls look it up.
+        matrices of these sizes, the result is stored for the layout "pointers", under which calls look it up; N of
+        matmul is rounded up to whole 16 bytes, as calls of others take the same tiles.
     fast_accum: of FP8, whose operands have a scale a row, as in `tkernels.matmul`. False has results of its own.
     budget_s: seconds after which no new round begins, except the last one, among the finalists. First calls do not
         count, which compile: many shapes share their kernels.
