@@ -32,7 +32,7 @@ REGISTERS = 65536  # of a multiprocessor
 def cases(names):
     """Parameters of a test, of which a check in a hurry (-m "compile and not exhaustive") takes one in sixteen.
 
-    It takes all of those for other GPUs, and of those of which most would have spills: stored through pointers.
+    It takes all of those for other GPUs, and those whose results are stored through pointers, where most would spill.
     """
     stored = "uneven_eights", "unaligned_N_gelu", "unaligned_N_float32"
     usual = {name for name, case in CASES.items() if case.gpu is H200 and case.label not in stored}

@@ -110,7 +110,7 @@ class FusedCall(NamedTuple):
         is copied. Both copies are made in each call, but for that of a weight that `keep_staged` keeps.
         """
         N, M = w.shape[0], self.sent_shape(x, w)[0]
-        # Between two ranks an all-gather's tiles store such rows, by elements, in four slices: among more, 10 registers
+        # Between two ranks an all-gather's tiles store such rows, by elements, in four slices. Among four 10 registers
         # spill.
         stored = self.operation == GATHER and ctx.size == 2 and (self.config is None or self.config.gemm.split == 4)
         columns = N if stored else round_up(N, VECTOR_BYTES // x.element_size())

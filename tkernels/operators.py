@@ -223,10 +223,10 @@ def all_gather_matmul(
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
     only if its rows are not contiguous, and of weights of which no stride is 1. N/R may differ from rank to rank and
     be 0.
-    In 16 bits, whatever of x_shard_m, w_shard_n and, among more than two ranks, y_shard_n has rows or an address that
-    are no multiples of 16 bytes is copied in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a
-    weight of rows that are no multiples of 32; a config with use_tma=False reads and writes them where they are.
-    `keep_staged` keeps the copies of weights for the next calls.
+    In 16 bits, whatever of x_shard_m and w_shard_n has rows or an address that are no multiples of 16 bytes is copied
+    in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a weight of rows that are no multiples of
+    32. So is y_shard_n, but between two ranks where tiles are stored in four slices, as they are by default. A config
+    with use_tma=False reads and writes all where they are. `keep_staged` keeps the copies of weights for later calls.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
     backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.
