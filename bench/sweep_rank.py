@@ -24,7 +24,7 @@ from tkernels.timing import agree, measure
 
 CHECKED = 1024  # rows and columns that are compared with fp64
 ROWS_AT_ONCE = 4096  # of a result, compared with torch's
-TF32_ULP = 2.0**-10  # of an operand, truncated
+TF32_ULP = 2.0**-11  # of an operand, rounded to the nearest
 
 
 class Product:

@@ -273,7 +273,7 @@ def _cases() -> list[Case]:
             cases.append(Case("channel", "", f"{end}_misaligned", ranks=2, transport=transport, misaligned=True))
     for transport in ("peer", "nvshmem"):
         cases.append(Case("round_trip", "", ranks=2, transport=transport))
-    return [_in_large_tiles(case) for case in cases + _cases_of_other_gpus() + _fp8_cases()]
+    return [_in_large_tiles(case) for case in cases + _cases_of_other_gpus() + _fp8_cases() + _tf32_cases()]
 
 
 def _in_large_tiles(case: Case) -> Case:
@@ -329,6 +329,21 @@ def _fp8_cases() -> list[Case]:
     for columns in (1001, 1024):
         cases.append(Case("straighten", label=str(columns), shape=(1001, 1, columns), x_transposed=True))
     cases += products("matmul", "unaligned_N_gelu unaligned_N_float32", f"bfloat16 {E4M3}")  # stored by elements
+    return cases
+
+
+def _tf32_cases() -> list[Case]:
+    cases = products("matmul", "tf32_gelu narrow_tf32 few_rows_tf32 unaligned_N_tf32 tf32_w_transposed", "float32")
+    cases.append(Case("matmul", "float32", "tf32_small", (1024, 1024, 1024), tf32=True))
+    for operation in FUSED:
+        cases += products(operation, of_shapes("_tf32", ("large", "narrow", "few_rows")), "float32")
+        cases += products(operation, "uneven_tf32 staged_tf32 gelu_tf32 large_tf32_parts large_tf32_copied", "float32")
+        cases += products(operation, "large_tf32", "float32", ranks=(2, 8))
+        cases += products(operation, "large_tf32", "float32", transport="nvshmem")
+        cases += products(operation, "large_tf32_landing large_tf32_traced", "float32")
+    cases += products("all_gather_matmul", "staged_tf32", "float32", ranks=(2,))
+    for operation in REDUCTIONS:
+        cases += products(operation, "large_tf32_interleaved", "float32", ranks=(2,))
     return cases
 
 
@@ -573,7 +588,7 @@ def run_case(name: str, describe=None) -> dict:
     # Else of rows that TMA can't take, by pointers.
     staged = case is not None and case.label.startswith("staged")
     for module in (fused, gemm, choice, paths):
-        module.stages_rows = lambda dtype, gpu=None: staged
+        module.stages_rows = lambda *_: staged
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = {each for each in _compiled if not staged or each.name != "copy_rows_kernel"}
@@ -666,8 +681,9 @@ def _call(case: Case):
                 tkernels.matmul(*operands, case.activation, config=config, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
-                    config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
                     usual, how = result_dtype(dtype), gemm.precision(dtype, not case.precise)
+                    problem = case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2])
+                    config = overlap_config(ctx, *problem, precision=how)
                     stored = [given or usual for name, given in options.items() if name.endswith("dtype")]
                     config = with_room_for(config, max(stored, key=lambda each: each.itemsize), dtype, how)
                     config = with_scaled_slices(config) if options.get("wire_dtype") in FP8 else config

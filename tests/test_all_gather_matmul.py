@@ -22,6 +22,7 @@ from transports import (
     over,
     poison_workspace,
     staged_rows,
+    tf32,
 )
 
 import tkernels
@@ -88,6 +89,21 @@ def test_all_gather_matmul_stages_rows_that_tma_can_not_take(ctx, transport):
         copied = (len(x) > 0 and (K % 8 > 0 or seed % 2 == 0)) + ((N if transposed else K) % 8 > 0)
         copied += N % 8 > 0 and ctx.size > 2
         assert kernels.count("copy_rows_kernel") == copied * kernels.count("all_gather_matmul_kernel"), (N, K)
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_gather_matmul_as_tf32_multiplies_w_with_k_contiguous(ctx):
+    rows = (*(33,) * (ctx.size - 1), 0)
+    for seed, (N, K, transposed) in enumerate([(40, 31, False), (33, 48, True), (16, 32, False), (36, 28, True)]):
+        x, w, bias = operands(ctx, integers, rows, N, K, torch.float32, seed, transposed)
+        want = reference(ctx, x, w, bias, "relu").float()
+        for allowed in (True, False):  # fp32 as it is read where it lies
+            with tf32(allowed), staged_rows(ctx), launches() as launched:
+                y = tkernels.all_gather_matmul(x, w, bias, "relu", rows=rows, ctx=ctx, path="fused")
+            assert torch.equal(y, want) and y.is_contiguous(), (N, K, allowed)
+            copied = (len(x) > 0 and K % 4 > 0) + (transposed or K % 4 > 0) + (N % 4 > 0 and ctx.size > 2)
+            names = [name for name, *_ in launched]
+            assert names.count("copy_rows_kernel") == allowed * copied and "all_gather_matmul_kernel" in names
 
 
 @pytest.mark.ranks(2)

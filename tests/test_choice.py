@@ -11,7 +11,7 @@ import torch
 from transports import forget_choices
 
 from tkernels import choice
-from tkernels.choice import choices_of, gemm_config, overlap_config, problem_of
+from tkernels.choice import bucket, choices_of, gemm_config, overlap_config, problem_of
 from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
@@ -233,6 +233,18 @@ def test_gemm_config_has_buckets_too():
         assert gemm_config(200, 60, 100, BF16, "TN", torch.float32) == tuned
         assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
         assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
+
+
+def test_gemm_config_of_tf32_has_buckets_of_its_own():
+    tuned, ieee = (GemmConfig(64, 32, 32, num_stages=stages) for stages in (2, 3))
+    assert bucket("matmul", 1, 2, 3, torch.float32, "TN", "tf32")[4] == "float32 tf32"
+    of_tf32, of_ieee = record(tuned, "matmul", dtype="float32 tf32"), record(ieee, "matmul", dtype="float32")
+    both = of_tf32, of_ieee
+    for records, found in ((both[:1], (tuned, None)), (both[1:], (None, ieee)), (both, (tuned, ieee))):
+        with mock.patch.object(choice, "current_context", lambda records=records: context(*records)):
+            for precision, config in zip(("tf32", "ieee"), found, strict=True):
+                by_rule = default_config(200, 60, torch.float32, precision=precision, alone=True)
+                assert gemm_config(200, 60, 100, torch.float32, "TN", precision=precision) == (config or by_rule)
 
 
 def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime():

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from products import matmul_reference
-from transports import launches, reduced_precision
+from transports import gpu_only, launches, reduced_precision, tf32
 
 from tkernels import choice, gemm, matmul, staging
 from tkernels.activations import ACTIVATIONS, activation_reference
@@ -41,8 +41,8 @@ def chosen(monkeypatch, way):
 
 
 def configured(problem, layout=None):
-    sizes = problem.M, problem.N, problem.K
-    return choice.gemm_config(*sizes, problem.dtype, layout or problem.layout, problem.stored)
+    sizes, precision = (problem.M, problem.N, problem.K), problem.precision
+    return choice.gemm_config(*sizes, problem.dtype, layout or problem.layout, problem.stored, precision=precision)
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,9 @@ def staged(monkeypatch, by_kernel):
     monkeypatch.setattr(staging.Rows, "empty", poisoned)
 
 
-def operand(make, shape, dtype, seed, transposed):
+def operand(make, shape, dtype, seed, transposed, **options):
     """A matrix of that shape; transposed: a view whose first dimension is the contiguous one."""
-    matrix = make(shape, dtype, seed, device=DEVICE)
+    matrix = make(shape, dtype, seed, device=DEVICE, **options)
     return matrix.t().contiguous().t() if transposed else matrix
 
 
@@ -257,6 +257,44 @@ def test_a_strided_bias_is_read_by_its_stride():
     x, w = integers((4, 8), torch.float32, 1, device=DEVICE), integers((6, 8), torch.float32, 2, device=DEVICE)
     bias = integers((6, 3), torch.float32, 3, device=DEVICE)[:, 1]
     assert torch.equal(matmul(x, w, bias), matmul_reference(x, w, bias).float())
+
+
+def nearest_tf32(x):
+    """x in fp64, rounded to the 10 bits of mantissa that TF32 has: to the nearest, ties to even."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).double()
+
+
+@gpu_only
+@pytest.mark.parametrize("M, N, K", [(260, 520, 1000), (1100, 1300, 260), (4100, 5000, 132), (60, 300, 2048)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matmul_as_tf32_rounds_operands_to_the_nearest_in_the_first_call_and_later_ones(layout, M, N, K, monkeypatch):
+    if not runtime.has_tma():
+        pytest.skip("what TMA rounds")
+    for limits in ((4095, 1), (1, 4095)):  # up to 12 bits, times one: sums are exact
+        x = operand(integers, (M, K), torch.float32, 1, LAYOUTS[layout][0], low=-limits[0], high=limits[0])
+        w = operand(integers, (N, K), torch.float32, 2, LAYOUTS[layout][1], low=-limits[1], high=limits[1])
+        want = nearest_tf32(x) @ nearest_tf32(w).t()
+        assert not torch.equal(want, x.double() @ w.double().t())
+        for way in ("kernel", "staged"):
+            chosen(monkeypatch, lambda problem: (way, configured(problem, way == "staged" and problem.staged_layout)))  # noqa: B023
+            with tf32(True):
+                for _ in range(2):
+                    assert torch.equal(matmul(x, w).double(), want), (limits, way)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matmul_as_tf32_of_copies_with_k_contiguous_is_right_in_every_layout(layout, monkeypatch):
+    chosen(monkeypatch, lambda problem: ("staged", configured(problem, problem.staged_layout)))
+    for seed, (M, N, K) in enumerate([(65, 33, 129), (40, 36, 32), (7, 13, 31)]):
+        x = operand(integers, (M, K), torch.float32, seed, LAYOUTS[layout][0])
+        w = operand(integers, (N, K), torch.float32, seed + 9, LAYOUTS[layout][1])
+        copied = K % 4 > 0 or layout[1] == "T", K % 4 > 0 or layout[0] == "N"
+        for allowed in (True, False):
+            with tf32(allowed), launches() as launched:
+                assert torch.equal(matmul(x, w), matmul_reference(x, w).float())
+            if allowed:
+                assert [name for name, *_ in launched].count("copy_rows_kernel") == sum(copied)
 
 
 # What torch multiplies

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from products import matmul_reference
-from transports import gpu_only, launches, staged_rows
+from transports import gpu_only, launches, staged_rows, tf32
 
 import tkernels
 from tkernels import choice, gemm, kept, matmul, staging
@@ -30,7 +30,7 @@ def staged_products():
 
     def way(problem):
         sizes = problem.M, problem.N, problem.K
-        return "staged", choice.gemm_config(*sizes, problem.dtype, problem.orientation, problem.stored)
+        return "staged", choice.gemm_config(*sizes, problem.dtype, problem.staged_layout, problem.stored)
 
     empty = staging.Rows.empty
 
@@ -404,6 +404,21 @@ def test_keep_staged_keeps_a_copy_for_each_stream():
         with torch.cuda.stream(side):
             assert [copied(w), copied(w)] == [1, 0]
         assert copied(w) == 0 and copies.bytes == 2 * COPY
+
+
+def test_keep_staged_has_two_copies_of_fp32_that_is_multiplied_as_tf32_by_both_of_its_dimensions():
+    # K is contiguous in what tensor cores take: in the product by w's rows, and in the one by its columns.
+    w = torch.nn.Parameter(integers((33, 33), torch.float32, 1, -2, 2, DEVICE))
+    x = integers((8, 33), torch.float32, 9, -2, 2, DEVICE)
+    with tf32(True), tkernels.keep_staged([w], GIB) as copies, torch.no_grad():
+        for times in (1, 0, 0):
+            for each in (w, w.t()):
+                with launches() as launched:
+                    assert torch.equal(matmul(x, each), matmul_reference(x, each.detach()).float())
+                assert [name for name, *_ in launched].count("copy_rows_kernel") == 1 + times
+        assert copies.bytes == 2 * 33 * 256  # rows of 132 bytes
+        w.add_(1)
+        assert torch.equal(matmul(x, w), matmul_reference(x, w.detach()).float())
 
 
 def test_keep_staged_keeps_nothing_whose_writes_torch_does_not_count():

@@ -17,11 +17,13 @@ from transports import (
     every_transport_if_exhaustive,
     fewer,
     late,
+    launches,
     memory_that_kernels_get,
     over,
     poison_workspace,
     poisoned_memory,
     staged_rows,
+    tf32,
 )
 
 import tkernels
@@ -108,6 +110,22 @@ def test_reductions_stage_rows_that_tma_can_not_take(ctx, transport, reduction):
             with staged_rows(ctx):
                 out = want.new_full(want.shape, math.nan)
                 assert call(out=out) is out and torch.equal(out, want)
+
+
+@pytest.mark.ranks(2, 3)
+@every_reduction
+def test_reductions_as_tf32_multiply_operands_with_k_contiguous(ctx, reduction):
+    rows = (33, 0, 32)[: ctx.size]
+    cases = [(40, 31, False, False), (33, 48, True, False), (16, 32, False, True), (36, 28, True, True)]
+    for seed, (N, K, transposed, turned) in enumerate([*cases, (40, 32, False, False)]):
+        x, w, bias = operands(ctx, small, rows, N, K, torch.float32, seed, transposed)
+        x = x.t().contiguous().t() if turned else x
+        want = reference(ctx, reduction, rows, x, w, bias, "relu").float()
+        with tf32(True), staged_rows(ctx), launches() as launched:
+            y = reduced(reduction, x, w, bias, "relu", rows=rows, ctx=ctx, path="fused")
+        assert torch.equal(y, want) and y.is_contiguous(), (N, K)
+        copied = (turned or K % 4 > 0) + (transposed or K % 4 > 0) + (N % 4 > 0 and len(want) > 0)
+        assert [name for name, *_ in launched].count("copy_rows_kernel") == copied, (N, K)
 
 
 @pytest.mark.ranks(2)

@@ -52,11 +52,12 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
     for size in (2, 4, 8):
-        for precision in ("ieee", "tf32"):
-            choice = rule(operation, 8192, size, torch.float32, precision=precision)
+        for precision, gpu, name in (("ieee", "NVIDIA H200", "fp32"), ("tf32", "NVIDIA A100-SXM4-80GB", "tf32")):
+            choice = rule(operation, 8192, size, torch.float32, precision=precision, gpu=GPUS[gpu])
             assert choice.path == "plain", (size, precision)
-            name = "fp32" if precision == "ieee" else "tf32"
-            assert choice.reason.startswith(f"torch multiplies {name} so much faster on NVIDIA H200 that overlap in ")
+            assert choice.reason.startswith(f"torch multiplies {name} so much faster on {gpu} that overlap in ")
+        for width in (WIDTH, WIDTH - 1):
+            assert rule(operation, 8192, size, torch.float32, precision="tf32", width=width).path == "fused"
         for width in (WIDTH - 1, WIDTH - 4):
             choice = rule(operation, 8192, size, width=width)
             assert choice.path == "fused" and f"in rows of {2 * WIDTH} instead of {2 * width} bytes" in choice.reason
@@ -68,13 +69,14 @@ def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
 
 def test_fused_sizes_are_those_of_whole_vectors_where_rows_are_staged():
     for dtype in (torch.bfloat16, torch.float16):
-        assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, dtype, H200) == (5, 50264, 32)
+        assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, dtype, gpu=H200) == (5, 50264, 32)
         for operation in OPERATIONS[1:]:
-            assert paths.fused_sizes(operation, 5, 50257, 31, dtype, H200) == (5, 50264, 31)
+            assert paths.fused_sizes(operation, 5, 50257, 31, dtype, gpu=H200) == (5, 50264, 31)
+    assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, torch.float32, "tf32", H200) == (5, 50260, 32)
     for dtype, gpu in ((torch.float32, H200), (torch.bfloat16, SIMULATED)):
-        assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, dtype, gpu) == (5, 50257, 31)
+        assert paths.fused_sizes("all_gather_matmul", 5, 50257, 31, dtype, gpu=gpu) == (5, 50257, 31)
     for gpu in GPUS.values():  # where TMA is not what tiles use by rule, nothing may count on its zeros
-        assert stages_rows(torch.bfloat16, gpu) == default_config(8192, 8192, torch.bfloat16, gpu=gpu).use_tma, gpu
+        assert stages_rows(torch.bfloat16, gpu=gpu) == default_config(8192, 8192, torch.bfloat16, gpu=gpu).use_tma, gpu
 
 
 def test_explain_says_who_multiplies_a_local_product_and_why(rule, monkeypatch):

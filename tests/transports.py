@@ -275,6 +275,10 @@ def multiplied_by(monkeypatch, way: str):
     monkeypatch.setattr(gemm, "local_calls", LocalCalls())
 
 
+def _stages_rows(dtype, precision="ieee", gpu=None) -> bool:
+    return dtype.itemsize == 2 or precision == "tf32"
+
+
 @contextlib.contextmanager
 def staged_rows(ctx):
     """Fused operations stage rows that TMA can't take, as on GPUs; what copies have around them is NaN."""
@@ -290,7 +294,7 @@ def staged_rows(ctx):
 
     with contextlib.ExitStack() as stack:
         for module in (gemm, fused, choice, paths):
-            stack.enter_context(mock.patch.object(module, "stages_rows", lambda dtype, gpu=None: dtype.itemsize == 2))
+            stack.enter_context(mock.patch.object(module, "stages_rows", _stages_rows))
         stack.enter_context(mock.patch.object(staging.Rows, "empty", poisoned))
         stack.enter_context(poisoned_memory())
         yield

@@ -377,7 +377,7 @@ class AllGatherMatmul(FusedCall):
         chunks = max(num_chunks(count, config) for count in rows)
         sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
         # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
-        waves = plan_waves(gpu_here(), tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
+        waves = plan_waves(gpu_here(), tiles, tiles, K, num_programs, config, sent, 0, x.dtype, precision)
         numbers = 0 if scales is None else M
         workspace, inbox, parity_rows, inbox_scales = Inbox.of(ctx, config.landing, chunks, M, K, x.dtype, numbers)
         y = check_result(self.operation, out, x, (M, N), out_dtype)
@@ -389,9 +389,9 @@ class AllGatherMatmul(FusedCall):
             lambda: tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, order, config),
         )
         ragged = any(count % gemm.block_m for count in rows)
-        x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
-        g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
-        w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+        x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma, precision)
+        g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma, precision)
+        w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma, precision)
         y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
         sums, make_sums = sums_of(tiles - waves.whole, waves.splits, gemm, ctx.device)
         aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0

@@ -1,10 +1,10 @@
 """The configuration that a call without one gets: the tuned one of its bucket, else the model's choice.
 
 A tuned configuration is one that `tkernels tune` found on this machine, or one that comes with the package. It holds
-for a bucket: the sizes of a rank's local GEMM rounded up to powers of two, the dtype, and the layout; products of FP8
-without fast accumulation have buckets of their own, and where these are empty, take the tiles of those with it, made
-narrower. It is sent in the wire format by rule (model.wire_of), so ranks need not choose alike. A repeated lookup costs
-one dictionary access.
+for a bucket: the sizes of a rank's local GEMM rounded up to powers of two, the dtype, and the layout. Products of fp32
+as TF32 have buckets of their own, and so have those of FP8 without fast accumulation, which where these are empty take
+the tiles of those with it, made narrower. It is sent in the wire format by rule (model.wire_of), so ranks need not
+choose alike. A repeated lookup costs one dictionary access.
 """
 
 import functools
@@ -26,7 +26,7 @@ from tkernels.model import Prediction, Problem
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MAX_CHOICES = 4096  # configurations that a context keeps
 
-PRECISE = " precise"  # behind the name of a dtype of FP8, in a key: without fast accumulation
+MULTIPLIED = {"ieee": "", "tf32": " tf32", "promoted": " precise"}  # behind a dtype's name in a key, by precision
 
 Bucket = tuple  # (operation, M, N, K, dtype, layout)
 
@@ -51,7 +51,8 @@ class Choices(dict):
 
     def found(self, *call) -> GemmConfig | OverlapConfig | None:
         """What was tuned for the bucket of a call, (operation, M, N, K, dtype, layout, precision); else None."""
-        return self.tuned.get(bucket(*call)) or self.tuned.get(bucket(*call[:-1]))
+        of_others = call[-1] == "promoted" and self.tuned.get(bucket(*call[:-1]))
+        return self.tuned.get(bucket(*call)) or of_others or None
 
 
 _choices: weakref.WeakKeyDictionary[Context, Choices] = weakref.WeakKeyDictionary()
@@ -91,7 +92,7 @@ def gemm_config(
     key = (M, N, K, dtype, layout, stored, gpu, precision)
     if key not in known:
         config = known.found("matmul", M, N, K, dtype, layout, precision)
-        config = config or model.default_config(M, N, dtype, layout != "pointers", gpu, alone=True)
+        config = config or model.default_config(M, N, dtype, layout, gpu, True, precision)
         config = configs.for_precision(config, precision)
         if stored is not None and stored.itemsize > configs.result_dtype(dtype).itemsize:
             config = replace(config, num_stages=min(config.num_stages, 3))
@@ -105,15 +106,17 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
     def config_of(layout: str) -> GemmConfig:
         sizes = problem.M, problem.N, problem.K
         config = gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu, problem.precision)
-        if problem.stored_by_tma or problem.dtype == torch.float32:
+        fed = problem.gpu.feeds(problem.dtype, problem.precision, layout)
+        if problem.stored_by_tma or problem.dtype == torch.float32 and not fed:
             return config
         usual = problem.dtype.itemsize == (problem.stored or problem.dtype).itemsize == 2
         return configs.by_elements(config, one_slice=usual and problem.activation is None)
 
     config = config_of(problem.layout)
     found = {model.KERNEL: (config, model.predict(problem, config))}
-    if problem.staged and problem.dtype.itemsize == 2:
-        config = config_of(problem.orientation)
+    of_tf32 = problem.precision == "tf32" and problem.gpu.tiles_by_tma
+    if problem.staged and (problem.dtype.itemsize == 2 or of_tf32):
+        config = config_of(problem.staged_layout)
         found[model.STAGED] = config, model.predict_staged(problem, config)
     if problem.library:
         found[model.LIBRARY] = None, model.predict_library(problem)
@@ -143,19 +146,19 @@ def overlap_config(
     known, call = choices_of(ctx), (operation, M, N, K, dtype, layout)
     key = *call, sending, precision, whole_chunks
     if key not in known:
-        problem = problem_of(ctx, *call, sending, whole_chunks)
+        problem = problem_of(ctx, *call, sending, whole_chunks, precision)
         _keep(known, key, _adapted(known.found(*call, precision), problem) or model.choose(problem))
     return known[key]
 
 
 def problem_of(
     ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False,
-    whole_chunks: bool = False,
+    whole_chunks: bool = False, precision: str = "ieee",
 ) -> Problem:  # fmt: skip
     """The problem of a call on a context. Of an empty share one row or column of zeros is computed."""
     return Problem(
         operation, max(M, 1), max(N, 1), max(K, 1), dtype, layout, ctx.size, ctx.num_programs, gpu_here(), ctx.mapped,
-        ctx.transport != "nvshmem", sending, whole_chunks,
+        ctx.transport != "nvshmem", sending, whole_chunks, precision,
     )  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | 
     """A tuned configuration in the wire format by rule; None where it can't be sent, or hasn't the programs."""
     if config is None:
         return None
-    if stages_rows(problem.dtype, problem.gpu):  # rows that are staged are TMA's to read
+    if stages_rows(problem.dtype, problem.precision, problem.gpu):  # rows that are staged are TMA's to read
         config = replace(config, gemm=replace(config.gemm, use_tma=True))
     wire, available = model.wire_of(problem), min(problem.programs, config.max_programs or problem.programs)
     tile_by_tile = config.interleaved and problem.mapped and not problem.whole_chunks
@@ -190,13 +193,14 @@ def bucket(
     ('matmul', 1, 2048, 8192, 'float8_e4m3fn precise', 'TN')
     """
     sizes = (1 << (max(size, 1) - 1).bit_length() for size in (M, N, K))
-    return operation, *sizes, name_of(dtype) + PRECISE * (precision == "promoted"), layout
+    return operation, *sizes, name_of(dtype) + MULTIPLIED[precision], layout
 
 
 def read_record(record: dict) -> tuple[Bucket, GemmConfig | OverlapConfig]:
     """(bucket's key, configuration) of a record with unchecked contents. Raises ValueError if they are invalid."""
     operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
-    dtypes = [*map(name_of, configs.DTYPES), *(name_of(each) + how for each in configs.FP8 for how in ("", PRECISE))]
+    dtypes = [*map(name_of, (*configs.DTYPES, *configs.FP8)), name_of(torch.float32) + MULTIPLIED["tf32"]]
+    dtypes += [name_of(each) + MULTIPLIED["promoted"] for each in configs.FP8]
     known = operation in configs.OPERATIONS and dtype in dtypes and layout in configs.LAYOUTS
     whole = all(isinstance(size, int) and size > 0 and not size & (size - 1) for size in sizes)
     if not (known and whole):

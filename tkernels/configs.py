@@ -82,7 +82,7 @@ class GemmConfig:
         is OverlapConfig.max_splits.
     num_stages: of the load pipeline; a fused operation takes fewer where it splits tiles along K (model.stages_of).
     use_tma: load and store through TMA descriptors where the layout allows and the GPU has TMA; False: always through
-        pointers.
+        pointers. As TF32, what TMA loads is rounded to the nearest, as torch has it; of the rest bits are cut off.
     max_programs: limit for a local GEMM, which leaves SMs to kernels that run beside it.
     """
 

@@ -17,7 +17,16 @@ from tkernels.comm.collectives import bind_empty
 from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.configs import FP8, OverlapConfig, by_elements, with_room_for
-from tkernels.gemm import Scales, check_operands, check_result, fused_layout, multiply, prepare_strided, staging
+from tkernels.gemm import (
+    Scales,
+    check_operands,
+    check_result,
+    fused_layout,
+    multiply,
+    prepare_strided,
+    staging,
+    turned_for,
+)
 from tkernels.gpus import stages_rows
 from tkernels.leading import ROWS_FIRST
 from tkernels.model import GATHER
@@ -100,7 +109,8 @@ class FusedCall(NamedTuple):
 
     def stages_rows(self, x) -> bool:
         """Whether rows of any length are made rows that TMA can take. All ranks' are, where one's are."""
-        return stages_rows(x.dtype) and (self.config is None or self.config.gemm.use_tma)
+        return stages_rows(x.dtype, self.precision) and (self.config is None or self.config.gemm.use_tma)
+
 
     def staged(self, ctx: Context, x, w, bias, out, *others):
         """`fused`, where the rows of w, and mostly of y, are made whole 16 bytes; those of x are its own business.
@@ -114,7 +124,7 @@ class FusedCall(NamedTuple):
         # spill.
         stored = self.operation == GATHER and ctx.size == 2 and (self.config is None or self.config.gemm.split == 4)
         columns = N if stored else round_up(N, VECTOR_BYTES // x.element_size())
-        w_like, stage = staging(w, row_bytes=SECTOR if M >= SECTOR_ROWS else VECTOR_BYTES, kept=True)
+        w_like, stage = staging(w, turned_for(self.precision), SECTOR if M >= SECTOR_ROWS else VECTOR_BYTES, kept=True)
         if columns == N:
             run = self.fused(ctx, x, w_like, bias, out, *others)
             return lambda x, w, *others: run(x, stage(w), *others)
@@ -145,12 +155,16 @@ class FusedCall(NamedTuple):
         if config is None:
             M, N, K = self.sent_shape(x, w)[0], self.columns or w.shape[0], x.shape[1]
             config = overlap_config(
-                ctx, self.operation, *fused_sizes(self.operation, M, N, K, x.dtype), x.dtype, fused_layout(x, w),
-                precision=self.precision, whole_chunks=self.wire_dtype in FP8,
+                ctx, self.operation, *fused_sizes(self.operation, M, N, K, x.dtype, self.precision), x.dtype,
+                fused_layout(x, w, self.precision), precision=self.precision, whole_chunks=self.wire_dtype in FP8,
             )  # fmt: skip
             config = with_room_for(config, stored, x.dtype, self.precision)
             if self.stages_rows(x) and N * self.out_dtype.itemsize % VECTOR_BYTES:
                 config = replace(config, gemm=by_elements(config.gemm))
+            if self.precision == "tf32" and self.operation != GATHER and config.gemm.block_n == 256:
+                # Reductions that store through pointers spill 17 to 54 registers.
+                if N * self.out_dtype.itemsize % VECTOR_BYTES or any(rows % config.gemm.block_m for rows in self.rows):
+                    config = replace(config, gemm=replace(config.gemm, block_n=128, split=2, num_stages=4))
             if self.wire_dtype in FP8:
                 # With scales of operands besides, stores through pointers spill 80 to 160 registers in two slices.
                 config = with_scaled_slices(config, x.dtype in FP8 and N * self.out_dtype.itemsize % 16 > 0)

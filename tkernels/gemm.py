@@ -25,7 +25,7 @@ from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_dense, check_out, check_resolved, check_tensors, check_type
 from tkernels.comm.calls import local_calls
-from tkernels.comm.launch import PreparedLaunch
+from tkernels.comm.launch import PreparedLaunch, rounded_to_tf32
 from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here, stages_rows
 from tkernels.kept import keeps, staged_weight
@@ -287,16 +287,21 @@ class Operand:
     transposed: bool
 
     @classmethod
-    def of(cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True) -> "Operand":
+    def of(
+        cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True, precision: str = "ieee"
+    ) -> "Operand":
         """Describe a matrix: by a TMA descriptor if it has a unit stride and 16-byte aligned rows and base address.
 
         On a GPU without TMA Triton would rewrite descriptors to pointers, whose loads it does not pipeline.
+        precision: of what is multiplied, as the function of this name says it.
         """
         row_stride, column_stride = matrix.stride()
         plain, transposed = in_rows(matrix)
         if use_tma and runtime.has_tma() and tma_allowed(plain):
             block = [block_columns, block_rows] if transposed else [block_rows, block_columns]
             descriptor = TensorDescriptor(plain, list(plain.shape), list(plain.stride()), block)
+            if precision == "tf32":
+                descriptor = rounded_to_tf32(descriptor)
             return cls(descriptor, row_stride, column_stride, True, transposed)
         return cls(matrix, row_stride, column_stride, False, False)
 
@@ -317,6 +322,17 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
+def tma_feeds(matrix: torch.Tensor, precision: str) -> bool:
+    """Whether tensor cores can take from memory, through TMA, what is multiplied in a precision, see GPU.feeds."""
+    plain, turned = in_rows(matrix)
+    return tma_allowed(plain) and turned_for(precision) in (None, turned)
+
+
+def turned_for(precision: str) -> bool | None:
+    """How operands lie that tensor cores can take, as `Rows.of` says it: as TF32, with K contiguous."""
+    return False if precision == "tf32" else None
+
+
 def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = VECTOR_BYTES, kept: bool = False):
     """What TMA can take in place of matrices like this one: an example, and the function that makes it of one.
 
@@ -334,7 +350,7 @@ def staging(matrix: torch.Tensor, turned: bool | None = None, row_bytes: int = V
         copy(matrix, staged := wide.empty(matrix.device))
         return staged
 
-    return wide.empty("meta"), functools.partial(staged_weight, stage=stage) if kept else stage
+    return wide.empty("meta"), functools.partial(staged_weight, stage=stage, turned=turned) if kept else stage
 
 
 def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
@@ -350,13 +366,13 @@ def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return ("N" if in_rows(w)[1] else "T") + ("T" if in_rows(x)[1] else "N")
 
 
-def fused_layout(x: torch.Tensor, w: torch.Tensor, gpu: GPU | None = None) -> str:
+def fused_layout(x: torch.Tensor, w: torch.Tensor, precision: str = "ieee", gpu: GPU | None = None) -> str:
     """The layout of a fused operation's operands as they are multiplied, staged or not.
 
     Also "pointers" where TMA can't store rows of the result, but of FP8, whose tiles are stored as they can be.
     """
-    if stages_rows(x.dtype, gpu):
-        return orientation_of(x, w)
+    if stages_rows(x.dtype, precision, gpu):
+        return "TN" if precision == "tf32" else orientation_of(x, w)
     stores = x.dtype in FP8 or w.shape[0] * w.element_size() % 16 == 0
     return layout_of(x, w) if stores else "pointers"
 
@@ -370,10 +386,11 @@ def alignment_of(*matrices: torch.Tensor) -> int:
 
 
 def may_stage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a @ b is of 16-bit rows that TMA can't take, on a GPU: of which torch may be the slower one."""
-    if runtime.RUNTIME == "simulated" or a.dtype.itemsize != 2 or a.numel() == 0 or b.numel() == 0:
+    """Whether TMA can't feed a @ b to tensor cores as it lies, on a GPU: then torch may be the slower one."""
+    how = precision(a.dtype)
+    if runtime.RUNTIME == "simulated" or not (a.dtype.itemsize == 2 or how == "tf32") or 0 in (a.numel(), b.numel()):
         return False
-    return b.shape[1] % 8 > 0 or not all(tma_allowed(in_rows(matrix)[0]) for matrix in (a, b))
+    return b.shape[1] * b.element_size() % 16 > 0 or not all(tma_feeds(matrix, how) for matrix in (a, b.t()))
 
 
 def problem_of_product(
@@ -384,11 +401,12 @@ def problem_of_product(
 
     kept: as Matmul has it.
     """
-    beyond = [matrix for matrix in (x, w) if not tma_allowed(in_rows(matrix)[0])]
+    layout, orientation = layout_of(x, w), orientation_of(x, w)
+    beyond = [matrix for matrix in (x, w) if not tma_feeds(matrix, precision)]
     rows = [in_rows(matrix)[0] for matrix in (x, w) if not any(matrix is other for other in beyond)]
     return Problem(
-        "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
-        alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, activation=activation,
+        "matmul", *y.shape, x.shape[1], x.dtype, layout, precision=precision,
+        alignment=alignment_of(x, w, y), orientation=orientation, stored=y.dtype, activation=activation,
         separate=activation is not None or bias and y.dtype != result_dtype(x.dtype), library=library_takes(x, w, y),
         staged=tuple(0 if kept and matrix is w else matrix.numel() * matrix.element_size() for matrix in beyond),
         sectors=all(matrix.stride(0) * matrix.element_size() % SECTOR == 0 for matrix in rows),
@@ -562,7 +580,7 @@ def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.
 
     options: up to precision.
     """
-    if keeps(tensors[1]):
+    if keeps(tensors[1], turned_for(options[-1])):
         options = *options, True
     return local_calls.call((Matmul, *options), lambda *like: Matmul(*options).prepare(*like), *tensors)
 
@@ -609,8 +627,8 @@ class Matmul(NamedTuple):
     def by_kernel(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
         """The function whose product our kernel computes, of the operands where they lie."""
         (M, K), N, dtype = x.shape, w.shape[0], y.dtype
-        x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
-        w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
+        x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma, self.precision)
+        w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma, self.precision)
         y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
         tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
         programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
@@ -631,12 +649,13 @@ class Matmul(NamedTuple):
         return run
 
     def staged(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
-        """The same of copies of those operands whose rows TMA can't take.
+        """The same of copies of those operands that TMA can't feed to tensor cores as they lie.
 
         The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends, but for
         those of weights that `keep_staged` keeps.
         """
-        (x_like, stage_x), (w_like, stage_w) = staging(x), staging(w, kept=True)
+        turned = turned_for(self.precision)
+        (x_like, stage_x), (w_like, stage_w) = staging(x, turned), staging(w, turned, kept=True)
         multiply = self.by_kernel(x_like, w_like, bias, y, config, scales)
         return lambda x, w, *others: multiply(stage_x(x), stage_w(w), *others)
 

@@ -18,8 +18,9 @@ class GPU:
     capability: the compute capability, whose rules its kernels follow.
     flops, library_flops: of our GEMM and of torch's, apart from the ends of their tiles: in 16 bits; in fp32 as TF32
         and as IEEE; in FP8, and in FP8 with sums that are promoted. Without the last two: it has no FP8.
-    pointer_flops: of our GEMM in 16 bits, where rows are not multiples of 16 bytes.
+    unfed_flops: of our GEMM in 16 bits and as TF32, where TMA doesn't feed tensor cores, as `feeds` has it.
     unaligned_flops: of torch's in 16 bits, where rows are multiples of 2, 4 and 8 bytes; and as TF32, of 4 or 8 bytes.
+    turned_flops: of torch's as TF32, where K is contiguous in neither operand.
     memory, l2: bytes that a kernel reads and writes, and that its programs read.
     copy_engine, stores: bytes to all peers together.
     program, reducing_program: bytes that one comm program stores, in an all-gather, and where it waits for tiles.
@@ -32,10 +33,11 @@ class GPU:
     capability: tuple[int, int] = runtime.HOPPER
     sms: int = 132
     shared_bytes: int = 227 << 10  # for one program
-    flops: tuple[float, ...] = (830e12, 45e12, 7e12, 1500e12, 1040e12)
-    library_flops: tuple[float, ...] = (830e12, 400e12, 52e12, 1500e12, 1350e12)
-    pointer_flops: float = 47e12
+    flops: tuple[float, ...] = (830e12, 438e12, 7e12, 1500e12, 1040e12)
+    library_flops: tuple[float, ...] = (830e12, 420e12, 52e12, 1500e12, 1350e12)
+    unfed_flops: tuple[float, float] = (47e12, 45e12)
     unaligned_flops: tuple[float, float, float, float] = (120e12, 270e12, 450e12, 125e12)
+    turned_flops: float = 265e12
     memory: float = 4e12
     l2: float = 12e12
     copy_engine: float = 385e9
@@ -55,19 +57,35 @@ class GPU:
         """Whether the sums of a tile are kept beside the registers: data center Blackwell, sm_100 to sm_110."""
         return (10, 0) <= self.capability < (12, 0)
 
-    def rate(self, dtype: torch.dtype, precision: str = "ieee", tma: bool = True) -> float:
-        """Our FLOP/s; precision: as gemm.precision says it; tma: its descriptors can take the operands.
+    @property
+    def tiles_by_tma(self) -> bool:
+        """Whether tiles by rule are loaded by TMA. Consumer Blackwell has it, but little memory (default_config)."""
+        return self.capability >= runtime.HOPPER and self.shared_bytes >= 227 << 10
+
+    def feeds(self, dtype: torch.dtype, precision: str, layout: str) -> bool:
+        """Whether tensor cores multiply what TMA has loaded, at their full speed. layout: as gemm.layout_of names it.
+
+        As TF32 they take tiles in which K is contiguous alone; others pass registers. IEEE fp32 has no tensor cores.
+        """
+        if dtype == torch.float32:
+            return precision == "tf32" and layout == "TN" and self.tiles_by_tma
+        return layout != "pointers"
+
+    def rate(self, dtype: torch.dtype, precision: str = "ieee", layout: str = "TN") -> float:
+        """Our FLOP/s; precision: as gemm.precision says it; layout: as gemm.layout_of names it.
 
         Raises TypeError for FP8 where there is none, like `library_rate`.
         """
         kind = self._kind(dtype, precision)
-        return self.flops[kind] if tma or kind else self.pointer_flops
+        return self.flops[kind] if kind >= 2 or self.feeds(dtype, precision, layout) else self.unfed_flops[kind]
 
-    def library_rate(self, dtype: torch.dtype, precision: str = "ieee", alignment: int = 16) -> float:
-        """Torch's FLOP/s; alignment: bytes that the rows of all operands are multiples of."""
+    def library_rate(
+        self, dtype: torch.dtype, precision: str = "ieee", alignment: int = 16, orientation: str = "TN"
+    ) -> float:
+        """Torch's FLOP/s; alignment: bytes that all operands' rows are multiples of; orientation: as Problem has it."""
         kind = self._kind(dtype, precision)
         if alignment >= 16 or kind >= 2:
-            return self.library_flops[kind]
+            return self.turned_flops if kind == 1 and orientation == "NT" else self.library_flops[kind]
         return self.unaligned_flops[3 if kind else alignment.bit_length() - 2]
 
     def _kind(self, dtype: torch.dtype, precision: str) -> int:
@@ -78,13 +96,13 @@ class GPU:
             return 4 if precision == "promoted" else 3
         return 0 if dtype != torch.float32 else 1 if precision == "tf32" else 2
 
-    def seconds(self, multiplications: int, dtype: torch.dtype) -> float:
+    def seconds(self, multiplications: int, dtype: torch.dtype, precision: str = "ieee") -> float:
         """The time in which one SM multiplies and adds so often."""
-        return 2 * multiplications * self.sms / self.rate(dtype)
+        return 2 * multiplications * self.sms / self.rate(dtype, precision)
 
-    def tile_s(self, gemm: GemmConfig, K: int, dtype: torch.dtype) -> float:
+    def tile_s(self, gemm: GemmConfig, K: int, dtype: torch.dtype, precision: str = "ieee") -> float:
         """The time that a program takes for a tile."""
-        return self.tile_at(self.rate(dtype), gemm.block_m, gemm.block_n, K, dtype)
+        return self.tile_at(self.rate(dtype, precision), gemm.block_m, gemm.block_n, K, dtype)
 
     def tile_at(
         self, flops: float, block_m: int, block_n: int, K: int, dtype: torch.dtype, sectors: bool = True,
@@ -145,13 +163,14 @@ def by_data_sheet(name: str) -> GPU:
         "flops": (half * share, tf32, fp32, *(ratio * share for ratio in fp8)),
         "library_flops": (half, tf32, fp32, *fp8),
         "unaligned_flops": (half, half, half, tf32),
+        "unfed_flops": (half, tf32),
     }
     scaled = {
         field: tuple(ours * ratio for ours, ratio in zip(getattr(H200, field), each, strict=False))
         for field, each in ratios.items()
     }
     links = ("copy_engine", "stores", "program", "reducing_program", "interleaved", "collective")
-    ratios = {"pointer_flops": half, "memory": memory, "l2": sms / H200.sms} | dict.fromkeys(links, link)
+    ratios = {"turned_flops": tf32, "memory": memory, "l2": sms / H200.sms} | dict.fromkeys(links, link)
     scaled |= {field: getattr(H200, field) * ratio for field, ratio in ratios.items()}
     return GPU(name, "compiled", capability, sms, shared_kib << 10, **scaled)
 
@@ -201,12 +220,11 @@ def row_of(capability: tuple[int, int]) -> GPU:
     return max((gpu for gpu in GPUS.values() if gpu.capability <= capability), key=lambda gpu: gpu.capability)
 
 
-def stages_rows(dtype: torch.dtype, gpu: GPU | None = None) -> bool:
-    """Whether fused operations take operands of any rows into rows that TMA can take: in 16 bits, where they use TMA.
+def stages_rows(dtype: torch.dtype, precision: str = "ieee", gpu: GPU | None = None) -> bool:
+    """Whether fused operations take operands of any rows into rows that TMA can take: in 16 bits and as TF32.
 
-    gpu: None: this process's. Consumer Blackwell has TMA, but tiles by rule don't use it (model.default_config). The
-    interpreter takes rows as they lie. It depends on nothing that ranks could differ in.
+    Only where tiles by rule are loaded by TMA; the interpreter takes rows as they lie. gpu: None: this process's. It
+    depends on nothing that ranks could differ in.
     """
     gpu = gpu or gpu_here()
-    uses_tma = gpu.capability >= runtime.HOPPER and gpu.shared_bytes >= H200.shared_bytes
-    return gpu is not SIMULATED and uses_tma and dtype.itemsize == 2
+    return gpu is not SIMULATED and gpu.tiles_by_tma and (dtype.itemsize == 2 or precision == "tf32")

@@ -93,22 +93,29 @@ def _checked(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return weights
 
 
-def keeps(w) -> bool:
-    """Whether a staged copy of w [N, K] is kept, or would be if a call made it. w: as the caller passed it."""
+def keeps(w, turned: bool | None = None) -> bool:
+    """Whether a staged copy of w [N, K] is kept, or would be if a call made it. w: as the caller passed it.
+
+    turned: as in `Rows.of`, of fp32 as TF32, which takes it False; None: of 16 bits. Nothing else is staged.
+    """
     copies = _copies
-    if copies is None or not isinstance(w, torch.Tensor) or w.dtype.itemsize != 2 or w.dim() != 2:
+    itemsize = 2 if turned is None else 4
+    if copies is None or not isinstance(w, torch.Tensor) or w.dtype.itemsize != itemsize or w.dim() != 2:
         return False
     if w.layout != torch.strided or w.is_nested or capture.underway():
         return False
-    return 1 in w.stride() and 0 not in w.stride() and copies._keeps(w)  # of others a clone is staged
+    return 1 in w.stride() and 0 not in w.stride() and copies._keeps(w, turned)  # of others a clone is staged
 
 
-def staged_weight(w: torch.Tensor, stage) -> torch.Tensor:
-    """stage(w) [N, K], or what it gave of the same w before, where that is kept. stage: returns w in other rows."""
+def staged_weight(w: torch.Tensor, stage, turned: bool | None = None) -> torch.Tensor:
+    """stage(w) [N, K], or what it gave of the same w before, where that is kept.
+
+    stage: returns w in other rows; turned: as in `Rows.of`.
+    """
     copies = _copies
     if copies is None or capture.underway():
         return stage(w)
-    return copies._of(w, stage)
+    return copies._of(w, stage, turned)
 
 
 @dataclass(eq=False)
@@ -220,7 +227,7 @@ class StagedCopies:
                 self._locate(ref)
         return self._memories.get(number)
 
-    def _found(self, w: torch.Tensor) -> tuple[_Memory, tuple, list[int]] | None:
+    def _found(self, w: torch.Tensor, turned: bool | None) -> tuple[_Memory, tuple, list[int]] | None:
         """A weight's memory, what a copy of w is kept by, and what it must have been made at. None of other operands.
 
         3 us, and a call looks twice: what is multiplied is chosen before it is copied.
@@ -239,34 +246,35 @@ class StagedCopies:
         if state is None:
             return None
         state.append(w._version)  # of memory that was a weight's, no weight counts the writes
-        rows, _ = in_rows(w)
+        rows, lies_turned = in_rows(w)
+        as_it_lies = turned in (None, lies_turned)
         stream = torch._C._cuda_getCurrentRawStream(w.device.index) if w.is_cuda else 0
-        return memory, (rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, stream), state
+        return memory, (rows.storage_offset(), rows.shape, rows.stride(), rows.dtype, as_it_lies, stream), state
 
-    def _has_room(self, w: torch.Tensor) -> bool:
-        return self._taken + Rows.of(w).bytes <= self.limit_bytes
+    def _has_room(self, w: torch.Tensor, turned: bool | None) -> bool:
+        return self._taken + Rows.of(w, turned=turned).bytes <= self.limit_bytes
 
-    def _keeps(self, w: torch.Tensor) -> bool:
+    def _keeps(self, w: torch.Tensor, turned: bool | None) -> bool:
         with self._lock:
-            found = self._found(w)
-            return found is not None and (found[1] in found[0].copies or self._has_room(w))
+            found = self._found(w, turned)
+            return found is not None and (found[1] in found[0].copies or self._has_room(w, turned))
 
-    def _of(self, w: torch.Tensor, stage) -> torch.Tensor:
+    def _of(self, w: torch.Tensor, stage, turned: bool | None) -> torch.Tensor:
         with self._lock:
-            found = self._found(w)
+            found = self._found(w, turned)
             if found is None:
                 return stage(w)
             memory, key, state = found
             made, copy = memory.copies.get(key, (None, None))
-            turned = in_rows(w)[1]
+            lies_turned = in_rows(w)[1]
             if made != state:
                 copy = None
                 self._give_back(memory, key)  # before the next one takes memory
-                copy = stage(w).t() if turned else stage(w)
-                if self._has_room(w):
+                copy = stage(w).t() if lies_turned else stage(w)
+                if self._has_room(w, turned):
                     memory.copies[key] = state, copy
                     self._taken += copy.untyped_storage().nbytes()
-        return copy.t() if turned else copy
+        return copy.t() if lies_turned else copy
 
 
 def _local(weight: torch.Tensor | None) -> torch.Tensor | None:

@@ -73,6 +73,7 @@ from tkernels.gemm import (
     slices_of,
     staging,
     tile_of,
+    turned_for,
     zeros_along_k,
 )
 from tkernels.gpus import gpu_here
@@ -542,7 +543,8 @@ class MatmulReduceScatter(FusedCall):
         # In a transposed x, tiles of some part would start off a 16-byte boundary, where TMA reads nothing: a kernel
         # whose box begins there ends with an illegal instruction.
         straight = in_rows(x)[1] and any(row * x.element_size() % 16 for row in first_rows)
-        x, stage = staging(x, False if straight else None) if straight or self.stages_rows(x) else (x, None)
+        staged = straight or self.stages_rows(x)
+        x, stage = staging(x, False if straight else turned_for(precision)) if staged else (x, None)
         config = self.configured(ctx, x, w, max(wire_dtype, out_dtype, key=lambda each: each.itemsize))
         gemm = config.gemm
         peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
@@ -557,7 +559,7 @@ class MatmulReduceScatter(FusedCall):
         busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
         # Split-K would take registers that sending during the matmul needs.
         splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-        waves = plan_waves(gpu_here(), tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
+        waves = plan_waves(gpu_here(), tiles, splittable, K, num_programs, config, sent, busy, x.dtype, precision)
         part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
         inbox_rows = ctx.size * part_stride
         if gather:  # the finished rows of y, in its own dtype
@@ -577,8 +579,8 @@ class MatmulReduceScatter(FusedCall):
         parts = ctx.constant(("parts", *table), lambda: table)
 
         ragged = any(part % gemm.block_m for part in rows)
-        x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
-        w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+        x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma, precision)
+        w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma, precision)
         travels = (itemsize, out_dtype.itemsize) if gather else (itemsize,)
         aligned = row_bytes % 16 == 0 and (not gather or y_bytes % 16 == 0)
         box = gemm.block_m, gemm.block_n // gemm.split

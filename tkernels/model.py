@@ -46,7 +46,7 @@ LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the 
 PASS_S = 2e-6  # a launch between others, whatever its size
 PASS_MEMORY = 0.75  # of memory's speed: torch's pass over a result for its activation
 ACTIVATION_S = {None: 0.0, "relu": 0.3e-6, "silu": 2e-6, "gelu_tanh": 2.5e-6, "gelu": 3e-6}  # for a tile of 128 x 256
-POINTERS_S = 1.2e-6  # for such a tile, where TMA can't store it
+POINTERS_S, TF32_S = 1.2e-6, 2e-6  # for such a tile, where TMA can't store it; and of TF32, stored in fp32
 SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
 GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
 COPY_S, REDUCED_COPY_S = 7e-6, 9.5e-6  # a copy, whatever its size, and one that waits for tiles
@@ -98,8 +98,8 @@ class Problem:
     alignment: bytes that the rows of operands and result are multiples of, where TMA can't take them all.
     Of a local product alone:
     orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each that
-        it can't, 0 of a weight whose copy is kept. sectors: the rows of the others begin at sectors of the cache, of 32
-        bytes.
+        it can't feed to tensor cores, 0 of a weight whose copy is kept. sectors: the rows of the others begin at
+        sectors of the cache, of 32 bytes.
     stored, stored_by_tma: the result's dtype; None: the usual one; and whether TMA can take its rows.
     activation, separate: its activation, and whether that or a bias takes the library another pass.
     library: whether the library takes such operands at all.
@@ -152,6 +152,14 @@ class Problem:
         return self.layout != "pointers"
 
     @property
+    def staged_layout(self) -> str:
+        return "TN" if self.precision == "tf32" else self.orientation
+
+    @property
+    def fed(self) -> bool:
+        return self.gpu.feeds(self.dtype, self.precision, self.layout)
+
+    @property
     def aligned(self) -> bool:
         """Whether TMA can take the operands and the result, so that torch multiplies at full speed."""
         return self.tma and self.stored_by_tma
@@ -191,12 +199,13 @@ def sent_dtype(operation: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def default_config(
-    M: int, N: int, dtype: torch.dtype, tma: bool = True, gpu: GPU | None = None, alone: bool = False
-) -> GemmConfig:
-    """The tiles by rule for a local GEMM of M x N. tma: all operands have layouts that TMA can describe.
+    M: int, N: int, dtype: torch.dtype, layout: str = "TN", gpu: GPU | None = None, alone: bool = False,
+    precision: str = "ieee",
+) -> GemmConfig:  # fmt: skip
+    """The tiles by rule for a local GEMM of M x N. layout: as gemm.layout_of names it.
 
-    alone: nothing is sent beside it, so all programs multiply. None of these spills registers. block_m depends on
-    nothing that could differ between ranks.
+    alone: nothing is sent beside it, so all programs multiply. precision: as gemm.precision says it. None of these
+    spills registers. block_m depends on nothing that could differ between ranks.
     """
     gpu = gpu or gpu_here()
     if gpu is SIMULATED:
@@ -204,23 +213,27 @@ def default_config(
         # time with tiles of 64 x 64 x 64 than with 32 x 32 x 32. Small GEMMs, as in tests, still get several tiles.
         size = 32 if M <= 128 else 64
         return GemmConfig(size, size, size, group_m=2)
-    if dtype != FP32 and gpu.shared_bytes < H200.shared_bytes:
+    if dtype != FP32 and not gpu.tiles_by_tma:
         # Ampere and Ada have no TMA. Consumer Blackwell has, but spills in each load through it, and little memory.
         size, warps = (64, 4) if M <= 64 else (128, 8)
         return GemmConfig(size, size, 64 // dtype.itemsize, 8, 1, warps, num_stages=4, use_tma=False)
-    if dtype == FP32:
+    fed = gpu.feeds(dtype, precision, layout)
+    if dtype == FP32 and not fed:
         # IEEE fp32 has no tensor cores. 4 warps would spill 160 registers; block_k = 32, in fused operations, 13.
         return GemmConfig(64, 64, 16, split=1)
-    if not tma:
+    if not fed:
         # Through pointers, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
         return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
-    block_k = 128 // dtype.itemsize
-    if M <= 64:
-        return GemmConfig(64, 128, block_k, num_warps=4, num_stages=4)
+    block_k, tiles, tf32 = 128 // dtype.itemsize, -(-M // 128) * -(-N // 128), dtype == FP32
+    # 1024x1024x8192 as TF32, us: 60; in steps of 32 numbers 94; in tiles of 128x128, of which half of the SMs have none, 89.
+    if M <= 64 or tf32 and alone and 2 * tiles <= gpu.sms:
+        return GemmConfig(64, 128, 64 if tf32 else block_k, num_warps=4, num_stages=4)
     # Where there is a program for each tile of 128x128, half of the programs have none of 128x256: 1.4 times the time.
-    if N <= 128 or alone and -(-M // 128) * -(-N // 128) <= gpu.sms:
+    if N <= 128 or alone and tiles <= gpu.sms:
+        return GemmConfig(128, 128, block_k, num_warps=8, num_stages=5 if tf32 else 4)
+    if tf32 and gpu.tensor_memory:  # whose sums pass shared memory whole
         return GemmConfig(128, 128, block_k, num_warps=8, num_stages=4)
-    return GemmConfig(block_k=block_k, num_stages=4)
+    return GemmConfig(block_k=block_k, num_stages=4, split=4 if tf32 else 2)
 
 
 def wire_of(problem: Problem) -> Wire:
@@ -256,13 +269,15 @@ def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
         return {PROGRAMS: alone or OverlapConfig(gemm, wire.chunk_rows, min(2, programs - 1), put_block=4096)}
     # As many comm programs as saturate the link; in a reduction no more than sending needs, as one is idle until there
     # are tiles to send.
-    product_s = gpu.seconds(problem.M * problem.N * problem.K, problem.dtype) / programs
+    product_s = gpu.seconds(problem.M * problem.N * problem.K, problem.dtype, problem.precision) / programs
     needed = problem.crossings * problem.sent_bytes / gpu.reducing_program / product_s
     num_comm = PAIR_SENDERS if problem.stored_by_pair else max(SENDERS // problem.peers, 1) * problem.peers
     if not problem.gathers:
         num_comm = min(max(math.ceil(SPARE * needed), 2), num_comm)
     config = OverlapConfig(
         gemm, wire.chunk_rows, max(min(num_comm, programs - 1), 1), landing=wire.landing,
+        # Parts of TF32's tiles of 128x256 spill 11 to 22 registers, and in an all-gather have no room.
+        max_splits=1 if problem.dtype == FP32 and gemm.block_n == 256 else OverlapConfig.max_splits,
         # Else ptxas may spill to make room for a second program on an SM; it does not for Hopper in 16 bits.
         max_registers=None if problem.dtype != FP32 and gpu.capability == HOPPER else 255,
     )  # fmt: skip
@@ -313,13 +328,20 @@ def candidates(problem: Problem) -> list[OverlapConfig]:
     return [way for way in ways(problem).values() if isinstance(way, OverlapConfig)]
 
 
+def _by_rule(problem: Problem) -> GemmConfig:
+    how = problem.layout, problem.gpu, False, problem.precision
+    return default_config(problem.M, problem.N, problem.dtype, *how)
+
+
 def _tiles(problem: Problem) -> GemmConfig:
     """The tiles by rule of a fused operation, with groups that fit its shards."""
-    gemm = default_config(problem.M, problem.N, problem.dtype, problem.tma, problem.gpu)
+    gemm = _by_rule(problem)
     if problem.gpu is SIMULATED:
         return gemm
-    if problem.gathers and problem.dtype in FP8 and gemm.num_warps == 4:  # scales of rows that arrive spill 214 times
-        gemm = replace(gemm, num_warps=8)
+    if gemm.num_warps == 4 and (problem.gathers and problem.dtype in FP8 or problem.dtype == FP32):
+        gemm = replace(gemm, num_warps=8)  # scales of rows that arrive spill 214 times, TF32 152 to 392
+    if problem.gathers and problem.dtype == FP32 and gemm.block_n == 256:
+        gemm = replace(gemm, num_stages=3, split=2)  # with gelu four stages and slices spill 24 times
     if problem.gathers and gemm.block_n == 256:
         # A group of rows of tiles should stay within one shard, since the rows of the next shard may not have arrived.
         # gpt3-fc1 on 4 H200s, 4 rows of tiles per shard: 1.04 of cuBLAS's time in groups of 4, 1.09 in groups of 8.
@@ -342,7 +364,7 @@ def stages_of(gemm: GemmConfig, splits: int) -> int:
 def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
     """Why a configuration can't run, or can't be better than a smaller one, in a line; None if it can."""
     gemm, itemsize, shared = getattr(config, "gemm", config), problem.dtype.itemsize, problem.gpu.shared_bytes
-    known = default_config(problem.M, problem.N, problem.dtype, problem.tma, problem.gpu)
+    known = _by_rule(problem)
     tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
     reduces = problem.operation in (SCATTER, ALL_REDUCE)
     # Staging beside the pipeline: slices of the result and of a peer's partial sums; with split-K tiles also a quarter
@@ -371,7 +393,7 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
     if (gemm.block_m, gemm.block_n, gemm.block_k) != (known.block_m, known.block_n, known.block_k):
         if not problem.tma:
             return "alignment: without TMA descriptors, larger tiles spill registers"
-        if problem.dtype == FP32 and problem.gpu is not SIMULATED:
+        if problem.dtype == FP32 and not problem.fed and problem.gpu is not SIMULATED:
             return "registers: fp32 without tensor cores spills with other tiles"
     for what, block, size in (("rows", gemm.block_m, problem.M), ("columns", gemm.block_n, problem.N)):
         if block >= 2 * size and block > 64:
@@ -384,7 +406,7 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
         return f"ranks: by rule chunks have {wire.chunk_rows} rows, and land: {wire.landing}"
     if config.interleaved and not reduces:
         return "operation: only reductions are interleaved"
-    if not gemm.use_tma and stages_rows(problem.dtype, problem.gpu):
+    if not gemm.use_tma and stages_rows(problem.dtype, problem.precision, problem.gpu):
         return "alignment: calls that choose for themselves read all rows by TMA, staged ones too"
     if (config.landing or config.interleaved) and not problem.mapped:
         return "ranks: the copy engine and stores reach no other machine"
@@ -418,9 +440,10 @@ class Prediction(NamedTuple):
 def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
     """The time of one call. Of a fused operation, with even shards, as its last tile or its last rows end it."""
     gemm = getattr(config, "gemm", config)
-    rate = problem.gpu.rate(problem.dtype, problem.precision, problem.tma)
+    rate = problem.gpu.rate(problem.dtype, problem.precision, problem.layout)
     tile_s = problem.gpu.tile_at(rate, gemm.block_m, gemm.block_n, problem.K, problem.dtype, problem.sectors)
     end_s = ACTIVATION_S[problem.activation] + (0 if problem.stored_by_tma else POINTERS_S)
+    end_s += TF32_S if problem.dtype == FP32 and problem.fed else 0
     tile_s += end_s * gemm.block_m * gemm.block_n / (128 * 256)
     alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
     if isinstance(config, GemmConfig):
@@ -445,7 +468,7 @@ class _Launch:
         splittable = self.tiles if problem.gathers else 0 if config.interleaved else self.own
         self.waves = plan_waves(
             problem.gpu, self.tiles, splittable, problem.K, self.programs, config, problem.sent_bytes, self.needed,
-            problem.dtype,
+            problem.dtype, problem.precision,
         )  # fmt: skip
         self.sums_s = 0 if problem.gathers else SUM_S * problem.peers
         self.copies = -(-problem.rows // config.sent_rows) if config.copied else 0  # to each peer
@@ -565,7 +588,7 @@ def predict_staged(problem: Problem, config: GemmConfig) -> Prediction:
 
     Copies for torch's kernels don't pay: with them 34 random problems took 1.16 times as long in the geometric mean.
     """
-    alone = predict(replace(problem, layout=problem.orientation), config)
+    alone = predict(replace(problem, layout=problem.staged_layout), config)
     copies_s = len(problem.staged) * PASS_S + 2 * sum(problem.staged) / problem.gpu.memory
     return Prediction(alone.seconds + copies_s, alone.launch, alone.gemm + copies_s, 0.0)
 
@@ -591,7 +614,8 @@ def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
 def library_s(problem: Problem) -> float:
     """The time of the local GEMM by torch's matmul, without its launch: that of the best of its tiles."""
     gpu, dtype, programs = problem.gpu, problem.dtype, problem.programs
-    rate = gpu.library_rate(dtype, problem.precision, 16 if problem.aligned else problem.alignment)
+    alignment = 16 if problem.aligned else problem.alignment
+    rate = gpu.library_rate(dtype, problem.precision, alignment, problem.orientation)
     M, N = sorted((problem.M, problem.N))
     best, end_s = math.inf, SCALED_END_S if dtype in FP8 else TILE_END_S
     for (block_m, block_n), splits in itertools.product(LIBRARY_TILES, LIBRARY_SPLITS):
@@ -626,8 +650,9 @@ def features_that_pay(
     each feature, whatever the number of rows that are sent. width: the elements of one.
     """
     itemsize = sent_dtype(operation, dtype).itemsize
-    alignment = 16 if stages_rows(dtype, gpu) else math.gcd(width * itemsize, 16)
-    ours, library = gpu.rate(dtype, precision, alignment >= 16), gpu.library_rate(dtype, precision, alignment)
+    alignment = 16 if stages_rows(dtype, precision, gpu) else math.gcd(width * itemsize, 16)
+    layout = "TN" if alignment >= 16 else "pointers"
+    ours, library = gpu.rate(dtype, precision, layout), gpu.library_rate(dtype, precision, alignment)
     if ours >= library:
         return math.inf
     crossings = 2 if operation == ALL_REDUCE else 1

@@ -104,8 +104,8 @@ def matmul(
     multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. A call with out or config has no
     gradient. Raises ValueError or TypeError.
     Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
-    of x or w where its rows are no multiples of 16 bytes, if it stages them, or where no stride is 1 or one is 0, and
-    for nothing else. `keep_staged` keeps the copies of weights for the next calls.
+    of x or w where its rows are no multiples of 16 bytes, or as TF32 K is not contiguous, if it stages them; or where
+    no stride is 1 or one is 0; and for nothing else. `keep_staged` keeps the copies of weights for the next calls.
 
     FP8: x and w of torch.float8_e4m3fn, or one of them of float8_e5m2, with K contiguous in both and a multiple of 16.
     x_scale, w_scale: fp32, for activation((x @ w.T) * x_scale * w_scale + bias). x_scale is one number, or one a row,
@@ -223,9 +223,9 @@ def all_gather_matmul(
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
     only if its rows are not contiguous, and of weights of which no stride is 1. N/R may differ from rank to rank and
     be 0.
-    In 16 bits, whatever of x_shard_m and w_shard_n has rows or an address that are no multiples of 16 bytes is copied
-    in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a weight of rows that are no multiples of
-    32. So is y_shard_n, but between two ranks where tiles are stored in four slices, as they are by default. A config
+    In 16 bits and as TF32, whatever of x_shard_m and w_shard_n has rows or an address that are no multiples of 16 bytes
+    is copied in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a weight of rows that are no
+    multiples of 32; as TF32 also a weight whose K is not contiguous. So is y_shard_n, but between two ranks where tiles are stored in four slices, as they are by default. A config
     with use_tma=False reads and writes all where they are. `keep_staged` keeps the copies of weights for later calls.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in

@@ -95,9 +95,10 @@ def explain(
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
         return choice
     local = local_sizes(operation, M, N, K, ctx.size)
-    sizes = fused_sizes(operation, *local, dtype)
-    problem = problem_of(ctx, operation, *sizes, dtype, usual_layout(*local, dtype))
-    return _with_ways(choice, replace(problem, precision=precision(dtype), heap_bytes=ctx.heap.num_bytes))
+    how = precision(dtype)
+    layout, sizes = usual_layout(*local, dtype, how), fused_sizes(operation, *local, dtype, how)
+    problem = problem_of(ctx, operation, *sizes, dtype, layout, precision=how)
+    return _with_ways(choice, replace(problem, heap_bytes=ctx.heap.num_bytes))
 
 
 def explain_on(
@@ -111,7 +112,7 @@ def explain_on(
     if operation == "matmul":
         return explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
     local = local_sizes(operation, M, N, K, ranks)
-    layout, sizes = usual_layout(*local, dtype, gpu), fused_sizes(operation, *local, dtype, gpu)
+    layout, sizes = usual_layout(*local, dtype, precision, gpu), fused_sizes(operation, *local, dtype, precision, gpu)
     problem = model.Problem(operation, *sizes, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
     choice = by_rule(operation, M, K if operation == model.GATHER else N, dtype, ranks, precision, gpu)
     return _with_ways(choice, problem)
@@ -166,22 +167,24 @@ def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int
 
 
 def fused_sizes(
-    operation: str, M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None
+    operation: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU | None = None
 ) -> tuple[int, int, int]:
     """The sizes of a local GEMM as a fused operation computes it, in rows of whole 16 bytes where it stages them."""
-    if not stages_rows(dtype, gpu):
+    if not stages_rows(dtype, precision, gpu):
         return M, N, K
     vector = VECTOR_BYTES // dtype.itemsize
     return M, round_up(N, vector), round_up(K, vector) if operation == "all_gather_matmul" else K
 
 
-def usual_layout(M: int, N: int, K: int, dtype: torch.dtype, gpu: GPU | None = None) -> str:
+def usual_layout(
+    M: int, N: int, K: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU | None = None
+) -> str:  # fmt: skip
     """The layout of contiguous x [M, K] and w [N, K] in a fused operation; gpu: as for `stages_rows`.
 
     Raises ValueError for a K that FP8 can't have.
     """
     check_depth(K, dtype)
-    return fused_layout(*(torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N)), gpu)
+    return fused_layout(*(torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N)), precision, gpu)
 
 
 def ways_of(problem: model.Problem, path: str) -> tuple[Way, ...]:
@@ -275,6 +278,6 @@ def by_rule(
             f"features of a rank, and layers have more",
         )
     wider = ""
-    if row_bytes % VECTOR_BYTES and stages_rows(dtype, gpu):
+    if row_bytes % VECTOR_BYTES and stages_rows(dtype, precision, gpu):
         wider = f", in rows of {round_up(row_bytes, VECTOR_BYTES)} instead of {row_bytes} bytes"
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies{wider}")

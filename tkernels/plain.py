@@ -3,8 +3,8 @@
 Torch multiplies fp32 so much faster than our kernels that overlap in one kernel could not make up for it. Where much of
 it travels, the copy engine sends, which takes one SM, and torch multiplies meanwhile (model.takes_turns): of a gather,
 this rank's own rows, and then those of its peers where they have landed; of a reduction, the peers' rows, and while
-these partial sums travel, its own. Between 2 H200s an all_gather_matmul of 16384x3584x8192 in tf32 takes 1362 us so
-instead of 2043, a matmul_reduce_scatter of 2048x8192x4096 280 instead of 331 (bench/LOG.md, 2026-11-29).
+these partial sums travel, its own. Between 2 H200s an all_gather_matmul of 16384x3584x8192 takes 1362 us so instead of
+2043, a matmul_reduce_scatter of 2048x8192x4096 280 instead of 331 (as TF32, on 2026-11-29, see bench/LOG.md).
 """
 
 import torch

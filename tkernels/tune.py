@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.status import Status
 
 from tkernels import configs, model, operators, tuned
-from tkernels.choice import KEY, PRECISE, bucket, choices_of, forget_calls, problem_of
+from tkernels.choice import KEY, MULTIPLIED, bucket, choices_of, forget_calls, problem_of
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.collectives import split_rows
@@ -63,8 +63,8 @@ class Job:
     fast_accum: bool = True
 
     def __str__(self):
-        how = PRECISE * (self.precision == "promoted")
-        return f"{self.operation} {self.M}x{self.N}x{self.K} {name_of(self.dtype)}{how} {self.layout}"
+        dtype = name_of(self.dtype) + MULTIPLIED[self.precision]
+        return f"{self.operation} {self.M}x{self.N}x{self.K} {dtype} {self.layout}"
 
     @property
     def precision(self) -> str:
@@ -117,8 +117,8 @@ class Job:
 
     def layout_of_calls(self, ranks: int) -> str:
         """The layout under which calls look up a configuration: also "pointers" where TMA cannot be used."""
-        layout = layout_of if self.operation == "matmul" else fused_layout
-        return layout(*self.operands(ranks, 0, functools.partial(torch.empty, dtype=self.dtype, device="meta")))
+        operands = self.operands(ranks, 0, functools.partial(torch.empty, dtype=self.dtype, device="meta"))
+        return layout_of(*operands) if self.operation == "matmul" else fused_layout(*operands, self.precision)
 
     def key(self, ranks: int) -> tuple:
         """The bucket that the result holds for."""
@@ -286,19 +286,19 @@ class _Search:
         self.ctx, self.job, self.measure, self.status = ctx, job, measure, status
         self.began, self.budget_s = time.monotonic(), budget_s
         sizes = job.local(ctx.size)
-        sizes = sizes if job.operation == "matmul" else fused_sizes(job.operation, *sizes, job.dtype)
-        usual = problem_of(ctx, job.operation, *sizes, job.dtype, job.layout_of_calls(ctx.size))
-        self.problem = replace(usual, precision=job.precision)
+        sizes = sizes if job.operation == "matmul" else fused_sizes(job.operation, *sizes, job.dtype, job.precision)
+        layout, how = job.layout_of_calls(ctx.size), job.precision
+        self.problem = problem_of(ctx, job.operation, *sizes, job.dtype, layout, precision=how)
         self.operands = [Operands(ctx, job, seed) for seed in (0, 1)]
         self.measured: dict[object, Measured] = {}
         self.library_us = 0.0
         if job.operation == "matmul":
             self.problem = replace(self.problem, ranks=1, programs=runtime.default_programs())
             M, N, _ = job.local(ctx.size)
-            by_rule = model.default_config(M, N, job.dtype, self.problem.tma, alone=True)
-            self.default = configs.for_precision(by_rule, job.precision)
+            self.default = configs.for_precision(model.default_config(M, N, job.dtype, layout, None, True, how), how)
         else:
-            self.default = configs.with_room_for(model.choose(usual), result_dtype(job.dtype), job.dtype, job.precision)
+            by_rule = model.choose(self.problem)
+            self.default = configs.with_room_for(by_rule, result_dtype(job.dtype), job.dtype, how)
 
     def run(self, grid: dict[str, list] | None) -> Outcome:
         if (reason := self._try(self.default)) is not None:

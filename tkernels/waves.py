@@ -54,7 +54,7 @@ def end_of(waves: Waves, tiles: int, tile_s: float, programs: int, num_comm: int
 @functools.lru_cache(maxsize=1024)
 def plan_waves(
     gpu: GPU, tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int,
-    tiles_first: int = 0, dtype: torch.dtype = torch.bfloat16,
+    tiles_first: int = 0, dtype: torch.dtype = torch.bfloat16, precision: str = "ieee",
 ) -> Waves:  # fmt: skip
     """The waves of a launch on a GPU: those that end first, by the model.
 
@@ -65,7 +65,7 @@ def plan_waves(
     """
     gemm, num_comm, workers = config.gemm, config.num_comm, num_programs - config.num_comm
     most = min(splittable, MAX_SPLIT_TILES.value)
-    tile_s = gpu.tile_s(gemm, K, dtype)
+    tile_s = gpu.tile_s(gemm, K, dtype, precision)
     rate = num_comm * gpu.reducing_program if tiles_first else min(num_comm * gpu.program, gpu.stores)
     sending_s = sent_bytes / rate if rate else 0
     sending = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)

@@ -182,7 +182,8 @@ class Plan:
             return None
         (N, K), operation = w.shape, OPERATIONS[self.pattern].operation
         precision = self.problem.precision
-        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, fused_layout(x, w), True, precision)
+        layout = fused_layout(x, w, precision)
+        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout, True, precision)
         stored = max(self.wire, dtype, key=lambda each: each.itemsize)
         return dataclasses.replace(with_room_for(config, stored, x.dtype, precision), num_comm=num_comm)
 

@@ -451,7 +451,7 @@ class CommOverlapCore:
         """
         self._check(width, tokens, x.dtype)
         available = max(self.context.num_programs - self._margin - spared, 2)
-        sizes, layout, sending = (tokens, *w.shape), fused_layout(x, w), not self._by_copies
+        sizes, layout, sending = (tokens, *w.shape), fused_layout(x, w, how), not self._by_copies
         config = overlap_config(
             self.context, operation, *sizes, x.dtype, layout, sending=sending, precision=how, whole_chunks=scaled
         )
