@@ -333,17 +333,17 @@ def _fp8_cases() -> list[Case]:
 
 
 def _tf32_cases() -> list[Case]:
+    # Beside these an all-gather's with a bias and odd rows spills 2 to 14 registers, a reduce-scatter's with gelu 2.
     cases = products("matmul", "tf32_gelu narrow_tf32 few_rows_tf32 unaligned_N_tf32 tf32_w_transposed", "float32")
-    cases.append(Case("matmul", "float32", "tf32_small", (1024, 1024, 1024), tf32=True))
     for operation in FUSED:
-        cases += products(operation, of_shapes("_tf32", ("large", "narrow", "few_rows")), "float32")
-        cases += products(operation, "uneven_tf32 staged_tf32 gelu_tf32 large_tf32_parts large_tf32_copied", "float32")
+        cases += products(operation, of_shapes("_tf32", ("large", "narrow", "few_rows")) + " uneven_tf32", "float32")
+        cases += products(operation, "large_tf32_copied large_tf32_landing large_tf32_traced", "float32")
         cases += products(operation, "large_tf32", "float32", ranks=(2, 8))
         cases += products(operation, "large_tf32", "float32", transport="nvshmem")
-        cases += products(operation, "large_tf32_landing large_tf32_traced", "float32")
-    cases += products("all_gather_matmul", "staged_tf32", "float32", ranks=(2,))
+    cases += products("all_gather_matmul", "gelu_tf32", "float32")
+    cases += products("matmul_all_reduce", "gelu_tf32", "float32")
     for operation in REDUCTIONS:
-        cases += products(operation, "large_tf32_interleaved", "float32", ranks=(2,))
+        cases += products(operation, "staged_tf32", "float32")
     return cases
 
 

@@ -225,8 +225,9 @@ def all_gather_matmul(
     be 0.
     In 16 bits and as TF32, whatever of x_shard_m and w_shard_n has rows or an address that are no multiples of 16 bytes
     is copied in the call, on GPUs of capability 9.0 and above, and from M = 2048 on, a weight of rows that are no
-    multiples of 32; as TF32 also a weight whose K is not contiguous. So is y_shard_n, but between two ranks where tiles are stored in four slices, as they are by default. A config
-    with use_tma=False reads and writes all where they are. `keep_staged` keeps the copies of weights for later calls.
+    multiples of 32; as TF32 also a weight whose K is not contiguous. So is y_shard_n, but between two ranks where tiles
+    are stored in four slices, as they are by default. A config with use_tma=False reads and writes all where they are.
+    `keep_staged` keeps the copies of weights for later calls.
 
     A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
     backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.
@@ -348,8 +349,7 @@ def matmul_reduce_scatter(
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum. K/R may
-    differ from rank to rank and be 0. Operands of which no stride is 1 are copied, and rows that are no multiples of 16
-    bytes as all_gather_matmul's.
+    differ from rank to rank and be 0. Operands of which no stride is 1 are copied, and others as all_gather_matmul's.
 
     scatter_dim: x_shard_k may have any number of leading dimensions, [..., K/R], of which this one is scattered.
         "Rows" then mean it. The result is contiguous; `out` must have that dimension first in memory.
