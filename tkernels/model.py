@@ -225,7 +225,7 @@ def default_config(
         # Through pointers, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
         return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
     block_k, tiles, tf32 = 128 // dtype.itemsize, -(-M // 128) * -(-N // 128), dtype == FP32
-    # 1024x1024x8192 as TF32 60 us; in steps of 32 numbers 94; in tiles of 128x128, of which half of the SMs have none, 89.
+    # 1024x1024x8192 as TF32 takes 60 us; in steps of 32 numbers 94; in tiles of 128x128, too few for the SMs, 89.
     if M <= 64 or tf32 and alone and 2 * tiles <= gpu.sms:
         return GemmConfig(64, 128, 64 if tf32 else block_k, num_warps=4, num_stages=4)
     # Where there is a program for each tile of 128x128, half of the programs have none of 128x256: 1.4 times the time.
