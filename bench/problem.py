@@ -16,6 +16,7 @@ from tkernels.choice import overlap_config, product_way
 from tkernels.comm.context import Context
 from tkernels.configs import FP8, GemmConfig, OverlapConfig, result_dtype, with_room_for
 from tkernels.gemm import precision, problem_of_product
+from tkernels.gpus import stages_rows
 from tkernels.quantize import quantize_reference
 from tkernels.rounding import fp8_error, tolerance
 
@@ -101,7 +102,8 @@ def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | O
     gathers = case.op == "all_gather_matmul"
     N, K = (case.N // ctx.size, case.K) if gathers else (case.N, case.K // ctx.size)
     how = precision(case.dtype, case.fast_accum is not False)
-    config = overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout, sending, how)
+    layout = "TN" if how == "tf32" and stages_rows(case.dtype, how) else case.layout
+    config = overlap_config(ctx, case.op, case.M, N, K, case.dtype, layout, sending, how)
     return with_room_for(config, case.result_dtype, case.dtype, how)
 
 

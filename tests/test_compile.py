@@ -177,7 +177,7 @@ def test_descriptors_are_used_where_the_layout_allows(compiled, name):
     constants, descriptors = facts["constants"], facts["descriptors"]
     itemsize = 4 if case.dtype == "float32" else 2
     M, N, K = case.shape
-    tma, staged = case.gpu.capability >= HOPPER, case.label == "staged"
+    tma, staged = case.gpu.capability >= HOPPER, case.label.startswith("staged")
     x_allows, w_allows = (
         tma and not case.misaligned and (inner * itemsize % 16 == 0 or staged)
         for inner in (M if case.x_transposed else K, N if case.w_transposed else K)

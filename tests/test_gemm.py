@@ -297,6 +297,16 @@ def test_matmul_as_tf32_of_copies_with_k_contiguous_is_right_in_every_layout(lay
                 assert [name for name, *_ in launched].count("copy_rows_kernel") == sum(copied)
 
 
+def test_matmul_leaves_the_programs_that_kernels_beside_it_hold():
+    x, w = (integers((300, 40), torch.float32, seed, device=DEVICE) for seed in (1, 2))
+    available = runtime.default_programs()
+    for spared, programs in ((0, available), (1, max(available - 1, 1)), (available + 1, 1)):
+        call = gemm.Matmul(config=GemmConfig(32, 32, 32, split=1, num_warps=4), spared=spared)
+        with launches() as launched:
+            assert torch.equal(call.prepare(x, w, None, None)(x, w, None, None), matmul_reference(x, w).float())
+        assert [number for _, number, _ in launched] == [min(programs, 100)]
+
+
 # What torch multiplies
 
 

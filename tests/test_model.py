@@ -41,7 +41,7 @@ from tkernels.model import (
 from tkernels.variants import changed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-A100, H100 = GPUS["NVIDIA A100-SXM4-80GB"], GPUS["NVIDIA H100 80GB HBM3"]
+A100, H100, B200 = (GPUS[f"NVIDIA {name}"] for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "B200"))
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
@@ -322,7 +322,7 @@ def test_predict_plain_in_turns_hides_what_is_sent_while_own_rows_are_multiplied
 @pytest.mark.quick
 def test_takes_turns_in_fp32_where_every_rank_has_many_rows_of_many_bytes():
     for operation in (AG, RS, AR):
-        assert takes_turns(operation, (4096, 512), 8192, FP32)
+        assert all(takes_turns(operation, (4096, 512), 8192, FP32, precision) for precision in ("ieee", "tf32"))
         assert not takes_turns(operation, (4096, 511), 8192, FP32)
         assert not takes_turns(operation, (512, 512), 1024, FP32)
         assert not takes_turns(operation, (4096, 4096), 8192, BF16)
@@ -486,6 +486,7 @@ def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_l
         assert features_that_pay(operation, ranks, 8192, BF16) == math.inf
         assert 10 < features_that_pay(operation, ranks, 8192, FP32) < 150, (operation, ranks)
         assert features_that_pay(operation, ranks, 8191, FP32, "tf32") == math.inf
+        assert features_that_pay(operation, ranks, 8192, FP32, "tf32", B200) < math.inf
         assert features_that_pay(operation, ranks, 8192, FP32, "tf32", A100) < 1024
         for width in (8191, 8190):  # rows are staged where TMA is
             assert features_that_pay(operation, ranks, width, BF16) == math.inf
@@ -494,6 +495,17 @@ def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_l
     features = features_that_pay(AG, 4, 8192, FP32)
     lost = 2 * features * 8192 * 4096 * (1 / H200.flops[2] - 1 / H200.library_flops[2])
     assert lost == pytest.approx(8192 * 4096 * 4 * 3 / 4 / H200.collective)
+
+
+@pytest.mark.quick
+def test_ways_have_room_in_shared_memory_for_parts_of_tiles_and_beside_them():
+    kinds = (BF16, "ieee"), (FP32, "tf32")
+    for operation, (dtype, precision), ranks in itertools.product((AG, RS, AR), kinds, (2, 4)):
+        for gpu, M, N, K in itertools.product((H200, B200), (64, 8192), (128, 8192), (4096, 28672)):
+            problem = Problem(operation, M, N, K, dtype, ranks=ranks, precision=precision, gpu=gpu)
+            for way in candidates(problem):
+                reason = reject(problem, way)
+                assert not reason or reason.startswith(("size", "programs")), (problem, way, reason)
 
 
 @pytest.mark.quick

@@ -287,7 +287,7 @@ class AllGatherMatmul(FusedCall):
     def shared(self, ctx: Context, x, w, bias, out, gathered, scales=None) -> dict:
         travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
-        same |= {"staged, by use_tma": self.stages_rows(x)} | self.shared_leading("gather_dim")
+        same |= {"staged, by use_tma or as TF32": self.stages_rows(x)} | self.shared_leading("gather_dim")
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
     def checked(self, ctx: Context, x, w, out, gathered, scales=None) -> "AllGatherMatmul":

@@ -111,13 +111,13 @@ class FusedCall(NamedTuple):
         """Whether rows of any length are made rows that TMA can take. All ranks' are, where one's are."""
         return stages_rows(x.dtype, self.precision) and (self.config is None or self.config.gemm.use_tma)
 
-
     def staged(self, ctx: Context, x, w, bias, out, *others):
         """`fused`, where the rows of w, and mostly of y, are made whole 16 bytes; those of x are its own business.
 
-        TMA reads zeros where w has no more rows, so only what of w lies in other rows is copied; for enough rows of x
-        also into those of whole sectors of the cache. Columns that y has not are computed beside it, and left out as it
-        is copied. Both copies are made in each call, but for that of a weight that `keep_staged` keeps.
+        TMA reads zeros where w has no more rows, so only a w that lies in other rows, or as TF32 turned, is copied; for
+        enough rows of x also into those of whole sectors of the cache. Columns that y has not are computed beside it,
+        and left out as it is copied. Both copies are made in each call, but for that of a weight that `keep_staged`
+        keeps.
         """
         N, M = w.shape[0], self.sent_shape(x, w)[0]
         # Between two ranks an all-gather's tiles store such rows, by elements, in four slices. Among four 10 registers

@@ -388,7 +388,8 @@ def alignment_of(*matrices: torch.Tensor) -> int:
 def may_stage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether TMA can't feed a @ b to tensor cores as it lies, on a GPU: then torch may be the slower one."""
     how = precision(a.dtype)
-    if runtime.RUNTIME == "simulated" or not (a.dtype.itemsize == 2 or how == "tf32") or 0 in (a.numel(), b.numel()):
+    multiplied = a.dtype.itemsize == 2 or how == "tf32" and gpu_here().tiles_by_tma
+    if runtime.RUNTIME == "simulated" or not multiplied or 0 in (a.numel(), b.numel()):
         return False
     return b.shape[1] * b.element_size() % 16 > 0 or not all(tma_feeds(matrix, how) for matrix in (a, b.t()))
 
@@ -590,6 +591,7 @@ class Matmul(NamedTuple):
 
     precision: how operands are multiplied, as the function of this name says it.
     kept: a staged copy of w costs nothing, as `keep_staged` keeps it.
+    spared: SMs that kernels beside it hold, as those that wait for copies do: a program would wait for each to end.
     """
 
     operation = "matmul"
@@ -599,6 +601,11 @@ class Matmul(NamedTuple):
     config: GemmConfig | None = None
     precision: str = "ieee"
     kept: bool = False
+    spared: int = 0
+
+    @property
+    def programs(self) -> int:
+        return max(runtime.default_programs() - self.spared, 1)
 
     def prepare(self, *tensors):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
@@ -618,7 +625,8 @@ class Matmul(NamedTuple):
         if self.config is not None:
             check_type("matmul: config", self.config, GemmConfig, "a GemmConfig or None")
             return self.by_kernel(x, w, bias, y, self.config, scales)
-        problem = problem_of_product(x, w, y, self.precision, self.activation, bias is not None, kept=self.kept)
+        finish = self.activation, bias is not None
+        problem = problem_of_product(x, w, y, self.precision, *finish, programs=self.programs, kept=self.kept)
         way, config = product_way(problem)
         if way == STAGED:
             return self.staged(x, w, bias, y, config, scales)
@@ -631,7 +639,7 @@ class Matmul(NamedTuple):
         w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma, self.precision)
         y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
         tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-        programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
+        programs = min(tiles, self.programs, config.max_programs or tiles)
         x_scale, w_scale = scales or (None, None)
         launch = PreparedLaunch(
             matmul_kernel, programs, varying=("x", "w", "bias", "y") + (("x_scale", "w_scale") if scales else ()),

@@ -160,7 +160,7 @@ def by_data_sheet(name: str) -> GPU:
     )
     fp8, share = fp8 * 2, TRITONS_SHARE[capability[0]]  # with sums that are promoted too
     ratios = {
-        "flops": (half * share, tf32, fp32, *(ratio * share for ratio in fp8)),
+        "flops": (half * share, tf32 * share, fp32, *(ratio * share for ratio in fp8)),
         "library_flops": (half, tf32, fp32, *fp8),
         "unaligned_flops": (half, half, half, tf32),
         "unfed_flops": (half, tf32),

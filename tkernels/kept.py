@@ -45,7 +45,8 @@ def keep_staged(weights: Iterable[torch.Tensor], limit_bytes: int) -> "Iterator[
             serve(model)
 
     Of a weight of 16 bits whose rows are no multiples of 16 bytes, `matmul` and the fused operations multiply a copy
-    in wider rows, if they stage it. Kept, forward, its recomputation and backward take one copy, of each stream one.
+    in wider rows, if they stage it; of fp32 as TF32, also one with K contiguous, where it is not. Kept, forward, its
+    recomputation and backward take one copy, as TF32 one by each of its dimensions; of each stream one.
     weights: parameters and the like, DTensors too; they stay the caller's, and what is freed loses its copies.
     limit_bytes: of all copies. Those that find no room are made in each call, as without the block.
     Yields the StagedCopies; the end of the block gives their memory back.

@@ -482,7 +482,7 @@ class MatmulReduceScatter(FusedCall):
         same |= {"bias": bias is not None, "activation": self.activation, "out_dtype": self.out_dtype or usual}
         same |= {"wire_dtype": self.wire_dtype or usual, "path": self.path}
         same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
-        same |= {"staged, by use_tma": self.stages_rows(x)} | self.shared_leading("scatter_dim")
+        same |= {"staged, by use_tma or as TF32": self.stages_rows(x)} | self.shared_leading("scatter_dim")
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
     def checked(self, ctx: Context, x, w, out, scales=None) -> "MatmulReduceScatter":

@@ -205,7 +205,8 @@ def default_config(
     """The tiles by rule for a local GEMM of M x N. layout: as gemm.layout_of names it.
 
     alone: nothing is sent beside it, so all programs multiply. precision: as gemm.precision says it. None of these
-    spills registers. block_m depends on nothing that could differ between ranks.
+    spills registers, but TF32's 2 to 14 in fused operations with an epilogue. block_m depends on nothing that could
+    differ between ranks.
     """
     gpu = gpu or gpu_here()
     if gpu is SIMULATED:
@@ -276,8 +277,8 @@ def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
         num_comm = min(max(math.ceil(SPARE * needed), 2), num_comm)
     config = OverlapConfig(
         gemm, wire.chunk_rows, max(min(num_comm, programs - 1), 1), landing=wire.landing,
-        # Parts of TF32's tiles of 128x256 spill 11 to 22 registers, and in an all-gather have no room.
-        max_splits=1 if problem.dtype == FP32 and gemm.block_n == 256 else OverlapConfig.max_splits,
+        # Parts of TF32's tiles spill up to 22 registers, or have no shared memory.
+        max_splits=1 if problem.dtype == FP32 and problem.fed else OverlapConfig.max_splits,
         # Else ptxas may spill to make room for a second program on an SM; it does not for Hopper in 16 bits.
         max_registers=None if problem.dtype != FP32 and gpu.capability == HOPPER else 255,
     )  # fmt: skip
@@ -663,15 +664,14 @@ def features_that_pay(
 def takes_turns(
     operation: str, rows: Sequence[int], width: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU = H200
 ) -> bool:
-    """Whether the plain path multiplies some rows while others travel: in fp32, of many bytes, where torch multiplies.
+    """Whether the plain path multiplies some rows while others travel: in fp32, of many bytes.
 
     rows: those of each rank. width: elements of a row that travels. All of it is the same on all ranks.
     """
     ranks = len(rows)
     if dtype != FP32 or ranks == 1 or min(rows) < TURN_ROWS:
         return False
-    long = counted_bytes(operation, sum(rows), width, dtype, ranks) > plain_limit(operation, ranks, dtype)
-    return long and features_that_pay(operation, ranks, width, dtype, precision, gpu) < FEATURES
+    return counted_bytes(operation, sum(rows), width, dtype, ranks) > plain_limit(operation, ranks, dtype)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,9 +2,9 @@
 
 With few rows there is little to hide, a fused kernel has fewer tiles than the GPU has SMs, and the plain path wins:
 cuBLAS splits K then, and the collective sends packets. It wins at any size where torch multiplies so much faster than
-our kernels that overlap could not make up for it, as in fp32. Both paths compute the same (fp32 sums in rank order,
-then bias once, then the activation). Only the rounding of intermediate partial sums may differ, and where torch
-multiplies, that of sums before an activation.
+our kernels that overlap could not make up for it, as in IEEE fp32; as TF32 it is taken too, as one kernel has not been
+timed between GPUs. Both paths compute the same (fp32 sums in rank order, then bias once, then the activation). Only the
+rounding of intermediate partial sums may differ, and where torch multiplies, that of sums before an activation.
 
 All ranks must take the same path, so the rule depends only on what they share: the bytes that are sent, the dtype and
 the GPU, not one rank's number of features. The way of a local product each rank chooses by itself.
@@ -276,6 +276,11 @@ def by_rule(
             "plain",
             f"torch multiplies {what} so much faster on {gpu.name} that overlap in one kernel could pay for {pays:.0f} "
             f"features of a rank, and layers have more",
+        )
+    if dtype == torch.float32:
+        return Choice(
+            "plain",
+            f"as {precision} one kernel that overlaps has not been timed between GPUs; path='fused' asks for it",
         )
     wider = ""
     if row_bytes % VECTOR_BYTES and stages_rows(dtype, precision, gpu):

@@ -1,10 +1,11 @@
 """The plain path: `matmul` and a collective, one after the other, or in turns.
 
-Torch multiplies fp32 so much faster than our kernels that overlap in one kernel could not make up for it. Where much of
-it travels, the copy engine sends, which takes one SM, and torch multiplies meanwhile (model.takes_turns): of a gather,
-this rank's own rows, and then those of its peers where they have landed; of a reduction, the peers' rows, and while
-these partial sums travel, its own. Between 2 H200s an all_gather_matmul of 16384x3584x8192 takes 1362 us so instead of
-2043, a matmul_reduce_scatter of 2048x8192x4096 280 instead of 331 (as TF32, on 2026-11-29, see bench/LOG.md).
+Torch multiplies IEEE fp32 so much faster than our kernels that overlap in one kernel could not make up for it. As TF32
+it might, but has not been timed between GPUs. Where much of fp32 travels, the copy engine sends, which takes one SM,
+and `matmul` computes meanwhile (model.takes_turns): of a gather, this rank's own rows, and then those of its peers
+where they have landed; of a reduction, the peers' rows, and while these partial sums travel, its own. Between 2 H200s
+an all_gather_matmul of 16384x3584x8192 in tf32 takes 1362 us so instead of 2043, a matmul_reduce_scatter of
+2048x8192x4096 280 instead of 331 (bench/LOG.md, 2026-11-29, with torch's products).
 """
 
 import torch
@@ -19,6 +20,7 @@ from tkernels.gpus import gpu_here
 from tkernels.model import takes_turns
 
 OWN_ROWS_BYTES = 16 << 20  # of partial sums
+WAITING = 1  # SMs of the kernel that waits for copies, while products are made beside it
 
 
 def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales=None):
@@ -133,7 +135,7 @@ def _plan_gather_in_turns(ctx: Context, x, w, bias, out, gathered, call):
     check_apart = collectives.plan_check_out("all_gather", x, gathered, (M, K), x.dtype, first * K)
     y = x.new_empty(shape) if out is None else out
     gather, landed = collectives.AllGather(call.rows).prepare_landing(ctx, x)
-    product = Matmul(call.activation, None, None, call.precision)
+    product = Matmul(call.activation, None, None, call.precision, spared=WAITING)
     multiply_own = product.prepare(x, w, bias, y[own])
     others = [(part, product.prepare(landed[part], w, bias, y[part])) for part in _around(own, M)]
     lanes = Lanes(ctx)
@@ -180,7 +182,7 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
             scattering.prepare_landing(ctx, partial), gathering.prepare(ctx, y[mine], y) if call.gather else None
         )
     )  # fmt: skip
-    product = Matmul(None, None, None, call.precision)
+    product = Matmul(None, None, None, call.precision, spared=WAITING)
     multiply_own = product.prepare(x[own], w, None, partial[own])
     others = [(part, product.prepare(x[part], w, None, partial[part])) for part in _around(own, M)]
     parts = [*landed[:rank], partial[own], *landed[rank + 1 :]]

@@ -3,7 +3,8 @@
 TMA reads and writes rows of whole 16 bytes. Read by pointers, a product is two to five times slower, as each element of
 a tile costs registers, and cuBLAS loses as much. So an operand of other rows is copied into wider rows first, at the
 speed of memory. A result of other rows is stored by pointers, which costs 3 to 7 %: by `matmul`, and by an all-gather
-between two ranks. Other fused operations compute it in wider rows, and copy it to where it belongs.
+between two ranks. Other fused operations compute it in wider rows, and copy it to where it belongs. As TF32, operands
+of which K is not contiguous are copied too, with K contiguous.
 """
 
 from dataclasses import dataclass

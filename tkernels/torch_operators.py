@@ -116,7 +116,7 @@ def _none_of(ctx) -> list[None]:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b on this rank, of a gradient: by torch, or by `matmul` where rows are such that TMA can't take them.
+    """a @ b on this rank, of a gradient: by torch, or by `matmul` where TMA can't feed it to tensor cores as it lies.
 
     Autocast, where backward runs under it, rounds no operands, as it rounds none of any operator here.
     """

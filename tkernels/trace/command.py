@@ -82,7 +82,7 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
     from tkernels import operators
     from tkernels.choice import overlap_config
     from tkernels.comm import collectives
-    from tkernels.gemm import fused_layout
+    from tkernels.gemm import fused_layout, precision
     from tkernels.shapes import DTYPES
     from tkernels.timing import Stopwatch
     from tkernels.trace.recorder import tracing
@@ -93,7 +93,9 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
     if "matmul" in operation:
         function = functools.partial(getattr(operators, operation), ctx=ctx)
         x, w = operands
-        choose = functools.partial(overlap_config, ctx, operation, sizes[0], *w.shape, x.dtype, fused_layout(x, w))
+        how = precision(x.dtype)
+        problem = operation, sizes[0], *w.shape, x.dtype, fused_layout(x, w, how)
+        choose = functools.partial(overlap_config, ctx, *problem, precision=how)
         config = choose()
         if config.copied:  # the copy engine leaves no marks; BY_PROGRAMS below avoids it too
             config = choose(sending=True)
