@@ -425,6 +425,18 @@ def test_variants_are_the_possible_ones_with_the_least_predictions(operation, M)
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("operation", ["matmul", AG, RS, AR])
+def test_variants_of_tf32_are_of_as_many_bytes_a_tile_and_ieees_of_one_size(operation):
+    for how in ("tf32", "ieee"):
+        problem = replace(PROBLEM, operation=operation, dtype=FP32, precision=how)
+        by_rule = default_config(problem.M, problem.N, FP32, gpu=problem.gpu, precision=how)
+        found, _ = variants(by_rule if operation == "matmul" else model.choose(problem), problem)
+        tiles = {(gemm.block_m, gemm.block_n, gemm.block_k) for gemm in (getattr(each, "gemm", each) for each in found)}
+        assert tiles == {(64, 64, 16)} if how == "ieee" else len(tiles) >= 3 and (128, 256, 32) in tiles, found
+        assert all(model.reject(problem, config) is None for config in found)
+
+
+@pytest.mark.quick
 def test_a_grid_is_the_product_of_its_values():
     default = OverlapConfig(GemmConfig(), num_comm=12, landing=True)
     grid = parse_grid(["num_comm=6,12", "num_stages=2,3"])
@@ -464,6 +476,11 @@ def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsy
     assert "tuned.jsonl:2 is ignored" in "".join(command("--list", capsys).split("\n"))
     assert command("--clear", capsys).startswith("1 records removed")
     assert command("--export -", capsys) == ""
+    said = command("matmul --shape 32x32x32 --ranks 1 --dtype tf32 --grid group_m=1,2", capsys)
+    assert "[1/1] matmul 32x32x32 float32 tf32 TN: " in said and precision(FP32) == "ieee"
+    (exported,) = map(json.loads, command("--export -", capsys).splitlines())
+    assert exported["key"]["dtype"] == "float32 tf32"
+    command("--clear", capsys)
     tuned.path().write_text("mine")
     assert cli.main(["tune", "--clear"]) == 1 and tuned.path().read_text() == "mine"
     assert "is not removed, since it holds no records" in " ".join(capsys.readouterr().out.split())

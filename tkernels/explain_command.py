@@ -36,15 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises argparse.ArgumentError."""
-    import torch
-
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
     from tkernels.launch import MOST_RANKS
     from tkernels.paths import explain_on
 
     precision = "tf32" if arguments.dtype == "tf32" else "ieee"
-    dtype = (shapes.WITH_FP8 | {"tf32": torch.float32})[arguments.dtype]
+    dtype = shapes.WITH_TF32[arguments.dtype]
     found, local = rows_named(arguments.gpu), arguments.operation == "matmul"
     ranks = arguments.ranks or (1 if local else 2)
     try:

@@ -11,6 +11,7 @@ Shape = tuple[int, int, int]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by their names on the command line
 WITH_FP8 = DTYPES | {"fp8": torch.float8_e4m3fn}
+WITH_TF32 = WITH_FP8 | {"tf32": torch.float32}
 
 LARGEST = 1 << 30  # of M, N and K: torch counts the bytes of a matrix in 63 bits
 SIMULATED_LIMIT = 1 << 24  # M * N * K that the interpreter computes in seconds

@@ -30,6 +30,7 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, fused_layout, layout_of, precision
+from tkernels.gpus import stages_rows
 from tkernels.library import multiply_scaled_into
 from tkernels.paths import Choice, check_depth, explain, fused_sizes, local_sizes
 from tkernels.quantize import quantize_reference
@@ -86,6 +87,12 @@ class Job:
         if self.layout not in takes:
             of = f" of {name_of(self.dtype)}" if self.dtype in FP8 else ""
             raise ValueError(f"tune: {self.operation}{of} has no layout {self.layout!r}; it takes {', '.join(takes)}")
+        copied = self.precision == "tf32" and stages_rows(self.dtype, self.precision)
+        if self.operation == "matmul" and copied and self.layout != "TN":
+            raise ValueError(
+                f"tune: as TF32 matmul multiplies operands of layout {self.layout!r} as copies with K contiguous, in "
+                f"the tiles of 'TN'; tune that"
+            )
         for name in {"all_gather_matmul": "N", "matmul": ""}.get(self.operation, "K"):
             if getattr(self, name) % ranks:
                 raise ValueError(

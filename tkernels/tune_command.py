@@ -1,6 +1,7 @@
 """`tkernels tune`: tunes shapes on ranks of this machine, and lists, exports or clears the stored results."""
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict
 
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser):
     )  # fmt: skip
     parser.add_argument("--ranks", type=count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16",
-        help="fp8: e4m3 with a scale a row; default: bf16",
+        "--dtype", choices=("bf16", "fp16", "fp32", "tf32", "fp8"), default="bf16",
+        help="tf32: fp32 where torch's switches allow TF32; fp8: e4m3 with a scale a row; default: bf16",
     )  # fmt: skip
     parser.add_argument(
         "--accum", choices=("fast", "precise"), help="of fp8: precise: with fast_accum=False; default: fast"
@@ -84,7 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
             said, code = f"tkernels tune --clear: {error}", 1
         console.print(tuned.printable(said))
         return code
-    return _tune(console, arguments)
+    with _switched(arguments.dtype == "tf32"):
+        return _tune(console, arguments)
+
+
+def _switched(tf32: bool):
+    """As TF32, what is tuned is multiplied as torch's switch says, on all ranks."""
+    from tkernels.library import in_precision
+
+    return in_precision("tf32") if tf32 else contextlib.nullcontext()
 
 
 def _tune(console, arguments: argparse.Namespace) -> int:
@@ -110,7 +119,8 @@ def _tune(console, arguments: argparse.Namespace) -> int:
         for number, job in enumerate(jobs, 1):
             timeout_s = SHAPE_TIMEOUT_S + arguments.budget
             try:
-                outcome = pool.run(search, job, arguments.budget, grid, timeout_s=timeout_s)[0]
+                how = arguments.budget, grid, arguments.dtype == "tf32"
+                outcome = pool.run(search, job, *how, timeout_s=timeout_s)[0]
             except RankError as error:
                 console.print(f"{job}: {error.headline}", style="red")
                 continue
@@ -126,11 +136,12 @@ def _tune(console, arguments: argparse.Namespace) -> int:
     return 1 if len(outcomes) < len(jobs) else 0
 
 
-def search(ctx, job, budget_s: float, grid: dict):
+def search(ctx, job, budget_s: float, grid: dict, tf32: bool):
     """Collective. Tune one shape."""
     from tkernels.tune import tune
 
-    return tune(**vars(job), ctx=ctx, budget_s=budget_s, grid=grid)
+    with _switched(tf32):
+        return tune(**vars(job), ctx=ctx, budget_s=budget_s, grid=grid)
 
 
 def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
@@ -148,7 +159,7 @@ def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
     names = (("tiny" if simulated else "layers") if arguments.shape is None else arguments.shape).split(",")
     if arguments.accum and arguments.dtype != "fp8":
         raise ValueError(f"--accum {arguments.accum} is of fp8, and --dtype is {arguments.dtype}")
-    how = shapes.WITH_FP8[arguments.dtype], arguments.layout, arguments.accum != "precise"
+    how = shapes.WITH_TF32[arguments.dtype], arguments.layout, arguments.accum != "precise"
     found = shapes.find(asked, names)
     jobs = [Job(operation, *sizes, *how) for operation, named in found.items() for sizes in named.values()]
     for job in jobs:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from tkernels import model
 from tkernels.comm.arguments import check_type
-from tkernels.configs import FP8, GemmConfig, OverlapConfig, Wire, by_copy_engine, check_field
+from tkernels.configs import GemmConfig, OverlapConfig, Wire, by_copy_engine, check_field
 from tkernels.gpus import SIMULATED
 
 MOST = 24  # variants that are measured, unless a grid names them
@@ -23,13 +23,14 @@ TILES = [
     ]
 ]  # fmt: skip
 FP8_TILES = [tile | {"block_k": 2 * tile["block_k"]} for tile in TILES]  # of as many bytes
+FP32_TILES = [tile | {"block_k": tile["block_k"] // 2, "split": 4} for tile in TILES]  # also of stored ones
 SIMULATED_TILES = [{"block_m": size, "block_n": size, "block_k": size} for size in (32, 64)]
 SENDERS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 24)  # comm programs
 COPIES = (1, 2, 4)  # to each peer
 CHANGES = {  # of the default, one at a time: what no model predicts
     "num_stages": (2, 3, 4, 5),
     "group_m": (1, 2, 4, 8, 16),
-    "split": (1, 2),
+    "split": (1, 2, 4),
     "put_block": (8192, 16384, 32768),
     "max_splits": (1, 2, 4),
 }
@@ -42,7 +43,8 @@ def variants(default: GemmConfig | OverlapConfig, problem: model.Problem) -> tup
     them; and single changes of the default.
     """
     refused, found = Counter(), {}  # prediction, and how soon to take it, by configuration
-    tiles = SIMULATED_TILES if problem.gpu is SIMULATED else FP8_TILES if problem.dtype in FP8 else TILES
+    by_size = {1: FP8_TILES, 2: TILES, 4: FP32_TILES}
+    tiles = SIMULATED_TILES if problem.gpu is SIMULATED else by_size[problem.dtype.itemsize]
     for number, tile in enumerate([{}, *tiles]):
         place = itertools.count(1)
         for ways in _ways(default, problem):
