@@ -17,6 +17,7 @@ from bench.problem import Case, Problem, config_of, path_of
 from bench.roofs import Roofs
 from bench.ways import Opened, open_ways
 from tkernels.comm.context import Context
+from tkernels.gemm import precision
 from tkernels.timing import WARMUPS, Call, Timing, agree, measure
 
 ROWS_AT_ONCE = 1024  # of a result, compared in fp64
@@ -214,7 +215,7 @@ def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -
         "N": case.N,
         "K": case.K,
         "ranks": ctx.size,
-        "dtype": str(case.dtype).removeprefix("torch."),
+        "dtype": "tf32" if precision(case.dtype) == "tf32" else str(case.dtype).removeprefix("torch."),
         "fast_accum": case.fast_accum,
         "runtime": ctx.runtime,
         "transport": ctx.transport,

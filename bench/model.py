@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.records import FUSED, RESULTS, geometric_mean, read
-from tkernels import model
+from tkernels import model, shapes
 from tkernels.configs import OverlapConfig
 from tkernels.gpus import GPUS
 from tkernels.paths import by_rule, local_sizes
@@ -41,8 +41,9 @@ class Judged:
 def problem_of(line: dict) -> model.Problem:
     """The problem that was recorded. Raises KeyError for a GPU without a row."""
     sizes = local_sizes(line["op"], line["M"], line["N"], line["K"], line["ranks"])
-    dtype, gpu = getattr(torch, line["dtype"]), GPUS[line["gpu"]]
-    return model.Problem(line["op"], *sizes, dtype, line["layout"], line["ranks"], gpu.sms, gpu)
+    dtype, gpu = shapes.WITH_TF32.get(line["dtype"]) or getattr(torch, line["dtype"]), GPUS[line["gpu"]]
+    how = "tf32" if line["dtype"] == "tf32" else "ieee"
+    return model.Problem(line["op"], *sizes, dtype, line["layout"], line["ranks"], gpu.sms, gpu, precision=how)
 
 
 def recorded_us(line: dict, name: str, config: OverlapConfig | None) -> float | None:
@@ -57,7 +58,7 @@ def recorded_us(line: dict, name: str, config: OverlapConfig | None) -> float | 
 def judge(line: dict) -> Judged:
     problem = problem_of(line)
     width = problem.K if problem.gathers else problem.N
-    path = by_rule(line["op"], line["M"], width, problem.dtype, line["ranks"], gpu=problem.gpu).path
+    path = by_rule(line["op"], line["M"], width, problem.dtype, line["ranks"], problem.precision, problem.gpu).path
     name, config, predicted = "plain", None, model.predict_plain(problem)
     if path == "fused":
         config = model.choose(problem)

@@ -22,6 +22,7 @@ from tkernels.rounding import fp8_error, tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
+TF32_ULP = 2.0**-11  # of an operand, rounded to the nearest
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,8 @@ class Problem:
         if case.op == "gemm" and case.dtype.itemsize == 2 and path_of(self.ctx, case) == model.LIBRARY:
             roundings = TORCH_ROUNDINGS
         atol, rtol = tolerance(case.result_dtype, case.K, roundings)
+        if precision(case.dtype) == "tf32":
+            atol += 6 * TF32_ULP * case.K**0.5
         if case.dtype in FP8:
             atol += fp8_error(case.local_K(size), case.fast_accum) * (case.K / case.local_K(size)) ** 0.5
         return atol, rtol

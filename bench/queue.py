@@ -42,6 +42,7 @@ STEPS = (
     Step("small", f"bench.run {FUSED} --shape small --ranks {{ranks}} --budget 400 --json {{json}}", 8),
     Step("collectives", "bench.run all_gather,reduce_scatter,all_reduce --ranks {ranks} --json {json}", 4),
     Step("fp8", f"bench.run {FUSED} --dtype fp8 --shape layers --ranks {{ranks}} --json {{json}}", 6),
+    Step("tf32", f"bench.run {FUSED} --dtype tf32 --shape layers --ranks {{ranks}} --json {{json}}", 6),
     Step("sweep", "bench.sweep --seed 1 --problems 100 --ranks {ranks} --json {json}", 6),
     Step("gemm", "bench.run gemm --layout TN,NN,NT --ranks 1 --json {json}", 5, 1),
     Step("fp8-gemm", "bench.run gemm --dtype fp8 --ranks 1 --json {json}", 5, 1),

@@ -28,6 +28,7 @@ from tkernels import shapes
 from tkernels.cli import file_to_write
 from tkernels.configs import FP8
 from tkernels.launch import RankError, RankPool
+from tkernels.library import in_precision
 
 WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
 CASE_TIMEOUT_S = 600.0
@@ -66,8 +67,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", default="bf16", choices=shapes.WITH_FP8, help="fp8: products of e4m3 with a scale a row, to bf16"
-    )
+        "--dtype", default="bf16", choices=shapes.WITH_TF32,
+        help="fp8: products of e4m3 with a scale a row, to bf16; tf32: of fp32, where torch's switch allows TF32",
+    )  # fmt: skip
     parser.add_argument(
         "--accum", metavar="HOW", help="of fp8: fast or precise (fast_accum=False), or fast,precise; default: both of "
         "gemm, fast of the fused operations",
@@ -84,7 +86,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     )
     args = parser.parse_args(argv)
 
-    dtype = shapes.WITH_FP8[args.dtype]
+    dtype = shapes.WITH_TF32[args.dtype]
     fp8, all_ops = dtype in FP8, list(shapes.BY_OPERATION)
     all_ops = [op for op in all_ops if op in PRODUCTS] if fp8 else all_ops
     ops = all_ops if args.op == "all" else args.op.split(",")
@@ -161,6 +163,23 @@ def open_ranks(args) -> RankPool | ThisRank:
     return ThisRank(options) if "RANK" in os.environ else RankPool(args.ranks, ctx_options=options)
 
 
+@contextlib.contextmanager
+def switched(tf32: bool):
+    """As TF32, torch's switch allows it in the block: here, and in the ranks that are started, by their environment."""
+    name = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    before = os.environ.get(name)
+    with in_precision("tf32") if tf32 else contextlib.nullcontext():
+        if tf32:
+            os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is not None:
+                os.environ[name] = before
+            elif tf32:
+                del os.environ[name]
+
+
 class Report:
     """Terminal and file output, by the first rank or by the process that started the ranks."""
 
@@ -209,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(args, cases)
     began = time.monotonic()
     try:
-        with report.progress, open_ranks(args) as ranks:
+        with report.progress, switched(args.dtype == "tf32"), open_ranks(args) as ranks:
             origin = ranks.run(provenance, timeout_s=CASE_TIMEOUT_S)[0]
             measure_all(ranks, args, cases, origin, report)
     except RankError as error:
@@ -224,7 +243,7 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
     report.begin("compiling")
     ranks.run(compile_cases, cases, timeout_s=CASE_TIMEOUT_S)
     report.begin("measuring the machine")
-    roofs = ranks.run(measure_roofs, shapes.WITH_FP8[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
+    roofs = ranks.run(measure_roofs, shapes.WITH_TF32[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
     peaks = {name: value for name, value in vars(roofs).items() if name != "missing"}
     records = collections.defaultdict(list)
     for case in cases:

@@ -9,7 +9,7 @@ import tkernels
 from bench.baselines import gathering, multiplication
 from bench.compile import compile_ahead
 from bench.harness import usable_baselines, wrong
-from bench.problem import TORCH_ROUNDINGS, Case, Problem, as_bytes, dequantized
+from bench.problem import TF32_ULP, TORCH_ROUNDINGS, Case, Problem, as_bytes, dequantized
 from tkernels.activations import activation_reference
 from tkernels.choice import product_way
 from tkernels.comm.context import Context
@@ -24,7 +24,6 @@ from tkernels.timing import agree, measure
 
 CHECKED = 1024  # rows and columns that are compared with fp64
 ROWS_AT_ONCE = 4096  # of a result, compared with torch's
-TF32_ULP = 2.0**-11  # of an operand, rounded to the nearest
 
 
 class Product:

@@ -104,6 +104,18 @@ def test_the_command_prints_a_table_and_writes_a_line_with_all_fields(checkout, 
     assert {line[f"{name}_us"] for name in ("cublas", "nccl", "serial", "torch", "wire")} == {None}
 
 
+def test_the_command_measures_fp32_as_tf32_and_leaves_torchs_switch_as_it_was(checkout, tmp_path):
+    path, switch = tmp_path / "out.jsonl", torch.backends.cuda.matmul
+    before = switch.fp32_precision, dict(os.environ)
+    asked = f"gemm --shape 32x32x32 --ranks 1 --dtype tf32 --iterations 1 --json {path}"
+    assert load(checkout, "run").main(asked.split()) == 0
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert line["dtype"] == "tf32" and (switch.fp32_precision, dict(os.environ)) == before
+    records = load(checkout, "model")
+    problem = records.problem_of(line | {"gpu": "NVIDIA H200"})
+    assert (problem.dtype, problem.precision) == (torch.float32, "tf32")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["gemm", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "all_reduce"])
 def test_right_results_are_measured(ctx, checkout, op):
