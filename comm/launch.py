@@ -19,8 +19,6 @@ from tkernels.comm import capture
 from tkernels.comm.device_simulated import WaitExpired
 
 MAX_ADDRESSES = 256  # for which a launch keeps encoded descriptors, per descriptor parameter
-
-
 TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
 
 

@@ -140,8 +140,8 @@ def overlap_config(
 ) -> OverlapConfig:  # fmt: skip
     """The configuration that a fused operation uses by default, where the local GEMM is x [M, K] times w [N, K].
 
-    sending: require comm programs that send into the two alternating inboxes. precision: as gemm.precision says it, of
-    what was tuned; the tiles are those of `with_room_for`. whole_chunks: rows are not sent tile by tile, interleaved.
+    sending: require comm programs that send into the two alternating inboxes. precision: as gemm.precision says it; of
+    "promoted" the tiles are those of `with_room_for`. whole_chunks: rows are not sent tile by tile, interleaved.
     """
     known, call = choices_of(ctx), (operation, M, N, K, dtype, layout)
     key = *call, sending, precision, whole_chunks

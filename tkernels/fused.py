@@ -161,10 +161,10 @@ class FusedCall(NamedTuple):
             config = with_room_for(config, stored, x.dtype, self.precision)
             if self.stages_rows(x) and N * self.out_dtype.itemsize % VECTOR_BYTES:
                 config = replace(config, gemm=by_elements(config.gemm))
-            if self.precision == "tf32" and self.operation != GATHER and config.gemm.block_n == 256:
-                # Reductions that store through pointers spill 17 to 54 registers.
-                if N * self.out_dtype.itemsize % VECTOR_BYTES or any(rows % config.gemm.block_m for rows in self.rows):
-                    config = replace(config, gemm=replace(config.gemm, block_n=128, split=2, num_stages=4))
+            gemm, ragged = config.gemm, any(rows % config.gemm.block_m for rows in self.rows)
+            if self.precision == "tf32" and self.operation != GATHER and ragged and gemm.block_n == 256:
+                # Stored through pointers, as tiles that leave a shard are, a reduction's spill 17 to 54 registers.
+                config = replace(config, gemm=replace(gemm, block_n=128, split=2, num_stages=4))
             if self.wire_dtype in FP8:
                 # With scales of operands besides, stores through pointers spill 80 to 160 registers in two slices.
                 config = with_scaled_slices(config, x.dtype in FP8 and N * self.out_dtype.itemsize % 16 > 0)
