@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 import tkernels
 from tkernels.comm import collectives
 from tkernels.comm.launch import PreparedLaunch
+from tkernels.library import in_precision
 from tkernels.model import default_config
 
 MAKE_LAUNCHER = getattr(nvidia, "make_launcher", None)  # of Triton 3.6, which generates a launcher for a signature
@@ -99,13 +100,20 @@ def calls(ctx) -> dict:
         return torch.empty(shape, dtype=torch.bfloat16)
 
     by_rule = functools.partial(default_config, dtype=torch.bfloat16)
+    by_pointers = by_rule(1, 65, layout="pointers")
+
+    def as_tf32():
+        x, w = torch.empty(256, 64), torch.empty(256, 64)
+        with in_precision("tf32"):
+            tkernels.matmul(x, w, config=default_config(256, 256, torch.float32, precision="tf32"))
 
     def fused(name):
         return functools.partial(getattr(tkernels, name), ctx=ctx, path="fused")
 
     return {
         "matmul": lambda: tkernels.matmul(make(256, 64), make(256, 64), make(256), config=by_rule(256, 256)),
-        "matmul by pointers": lambda: tkernels.matmul(make(1, 33), make(65, 33), config=by_rule(1, 65, tma=False)),
+        "matmul by pointers": lambda: tkernels.matmul(make(1, 33), make(65, 33), config=by_pointers),
+        "matmul as TF32": as_tf32,
         "all_gather_matmul": lambda: fused("all_gather_matmul")(make(64, 64), make(256, 64), make(256)),
         "matmul_reduce_scatter": lambda: fused("matmul_reduce_scatter")(make(256, 64), make(64, 256).t()),
         "matmul_all_reduce": lambda: fused("matmul_all_reduce")(make(250, 64), make(256, 64)),
@@ -121,8 +129,11 @@ def facts_of(call) -> dict:
     seen, plain_call = [], PreparedLaunch.__call__
 
     def watch(launch, *tensors):
-        seen.append((launch, tensors))
         plain_call(launch, *tensors)
+        if launch._kernel is collectives.announce_kernel:  # as a workspace grows
+            sources.clear()
+        else:
+            seen.append((launch, tensors))
 
     PreparedLaunch.__call__ = watch
     call()
@@ -139,7 +150,7 @@ def facts_of(call) -> dict:
     facts |= {"same_launch": first is launch, "prepared": prepared, "plain": launched[-1]}
     if tensors and "descriptor" not in str(prepared):
         moved = [torch.empty(t.numel() + 1, dtype=t.dtype)[1:].as_strided(t.shape, t.stride()) for t in tensors]
-        kernels = launch._kernel.device_caches[0][0]
+        ((kernels, *_),) = launch._kernel.device_caches.values()
         before = len(kernels)
         launch(*moved)
         facts |= {"kernels_for_misaligned": len(kernels) - before, "addresses": [t.data_ptr() for t in moved]}

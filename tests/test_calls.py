@@ -19,7 +19,7 @@ import tkernels
 from tkernels.comm import Context, HeapExhaustedError, TkernelsError, calls, capture, collectives
 from tkernels.comm.calls import PreparedCalls, describe
 from tkernels.comm.collectives import split_rows
-from tkernels.comm.launch import PreparedLaunch
+from tkernels.comm.launch import TFLOAT32, PreparedLaunch
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.testing.compare import integers
 
@@ -334,13 +334,24 @@ def asked_of_the_driver(tmp_path_factory):
 
 @pytest.mark.compile
 def test_a_prepared_launch_asks_the_driver_for_what_a_plain_one_does(asked_of_the_driver):
-    assert len(asked_of_the_driver) == 8
+    assert len(asked_of_the_driver) == 9
     for name, facts in asked_of_the_driver.items():
         assert facts["same_launch"], name
         assert facts["prepared"] == facts["plain"], name
         assert facts["encoded_again"] == 0, name  # descriptors of addresses that were seen before
         assert facts["launchers"] <= 1, name  # no C compiler runs a second time
-    assert sum("descriptor" in str(facts["prepared"]) for facts in asked_of_the_driver.values()) == 4
+    assert sum("descriptor" in str(facts["prepared"]) for facts in asked_of_the_driver.values()) == 5
+
+
+FLOAT32, BFLOAT16 = 7, 9  # as CUtensorMapDataType numbers them
+
+
+@pytest.mark.compile
+def test_rounded_to_tf32_has_tma_round_what_is_multiplied_and_nothing_else(asked_of_the_driver):
+    for name, types in (("matmul as TF32", [TFLOAT32, TFLOAT32, FLOAT32]), ("matmul", [BFLOAT16] * 3)):
+        *_, parameters = asked_of_the_driver[name]["prepared"]
+        descriptors = [value for value in parameters if isinstance(value, list)]
+        assert [int(of_elements) for _, _, _, _, of_elements, *_ in descriptors] == types, name
 
 
 @pytest.mark.compile
