@@ -582,6 +582,7 @@ def run_case(name: str, describe=None) -> dict:
     if case and case.transport == "nvshmem" and not _has_nvshmem():
         return {"skip": "nvidia-nvshmem-cu13 is not installed, whose device code this would link"}
     prepare()
+    torch.backends.cuda.matmul.allow_tf32 = case is not None and case.tf32
     _compiled.clear()
     choice._choices_without_context.cache_clear()  # what was chosen and prepared for another GPU
     local_calls.clear()
@@ -608,7 +609,6 @@ def _call(case: Case):
     """Call the operation of a case as rank 1 of its ranks."""
     M, N, K = case.shape
     dtype = getattr(torch, case.dtype or "float32")
-    torch.backends.cuda.matmul.allow_tf32 = case.tf32
 
     def matrix(rows, columns, transposed=False):
         start = 1 if case.misaligned else 0
