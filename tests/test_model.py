@@ -322,7 +322,7 @@ def test_predict_plain_in_turns_hides_what_is_sent_while_own_rows_are_multiplied
 @pytest.mark.quick
 def test_takes_turns_in_fp32_where_every_rank_has_many_rows_of_many_bytes():
     for operation in (AG, RS, AR):
-        assert all(takes_turns(operation, (4096, 512), 8192, FP32, precision) for precision in ("ieee", "tf32"))
+        assert takes_turns(operation, (4096, 512), 8192, FP32)
         assert not takes_turns(operation, (4096, 511), 8192, FP32)
         assert not takes_turns(operation, (512, 512), 1024, FP32)
         assert not takes_turns(operation, (4096, 4096), 8192, BF16)

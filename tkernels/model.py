@@ -226,7 +226,7 @@ def default_config(
         # Through pointers, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
         return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
     block_k, tiles, tf32 = 128 // dtype.itemsize, -(-M // 128) * -(-N // 128), dtype == FP32
-    # 1024x1024x8192 as TF32 takes 60 us; in steps of 32 numbers 94; in tiles of 128x128, too few for the SMs, 89.
+    # 1024x1024x8192 as TF32 takes 58 us; in steps of 32 numbers 89; in tiles of 128x128, too few for the SMs, 86.
     if M <= 64 or tf32 and alone and 2 * tiles <= gpu.sms:
         return GemmConfig(64, 128, 64 if tf32 else block_k, num_warps=4, num_stages=4)
     # Where there is a program for each tile of 128x128, half of the programs have none of 128x256: 1.4 times the time.
@@ -550,7 +550,7 @@ def predict_plain(problem: Problem) -> Prediction:
     wire_s = problem.sent_bytes / gpu.collective
     launch_s = LIBRARY_S + (COLLECTIVE_S if ranks > 1 else 0)
     rows, width = (problem.rows,) * ranks, problem.K if problem.gathers else problem.N
-    turns = takes_turns(problem.operation, rows, width, problem.dtype, problem.precision, gpu)
+    turns = takes_turns(problem.operation, rows, width, problem.dtype)
     landing_bytes = problem.rows * ranks * problem.row_bytes
     if turns and problem.mapped and inboxes_fit(problem.heap_bytes, landing_bytes, landing=True):
         first_s = problem.sent_bytes / gpu.copy_engine
@@ -661,9 +661,7 @@ def features_that_pay(
     return hidden_s / (2 / ours - 2 / library)
 
 
-def takes_turns(
-    operation: str, rows: Sequence[int], width: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU = H200
-) -> bool:
+def takes_turns(operation: str, rows: Sequence[int], width: int, dtype: torch.dtype) -> bool:
     """Whether the plain path multiplies some rows while others travel: in fp32, of many bytes.
 
     rows: those of each rank. width: elements of a row that travels. All of it is the same on all ranks.

@@ -16,7 +16,6 @@ from tkernels.comm.context import Context
 from tkernels.comm.lanes import Lanes
 from tkernels.comm.regions import Regions
 from tkernels.gemm import Matmul, Scales, check_result, plan_finish
-from tkernels.gpus import gpu_here
 from tkernels.model import takes_turns
 
 OWN_ROWS_BYTES = 16 << 20  # of partial sums
@@ -118,7 +117,7 @@ def _takes_turns(ctx: Context, call, x, width: int, landing_rows: int) -> bool:
 
     width: columns of what is sent. landing_rows: as many as there must be room for where they land.
     """
-    rule = takes_turns(call.operation, call.rows, width, x.dtype, call.precision, gpu_here())
+    rule = takes_turns(call.operation, call.rows, width, x.dtype)
     return rule and can_land(ctx, landing_rows * width * x.element_size())
 
 
