@@ -23,6 +23,7 @@ WIDTH = 8192  # of llama70b
 @pytest.fixture
 def rule(monkeypatch):
     """The rule as it is on GPUs: (operation, M, number of ranks) -> Choice."""
+    monkeypatch.delenv("TKERNELS_CAPABILITY", raising=False)
     monkeypatch.setattr(paths.runtime, "RUNTIME", "nvshmem")
 
     def choose(operation, M, size=4, dtype=torch.bfloat16, width=WIDTH, **options):
