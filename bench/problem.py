@@ -23,6 +23,7 @@ from tkernels.rounding import fp8_error, tolerance
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
 TF32_ULP = 2.0**-11  # of an operand, rounded to the nearest
+TF32_RTOL = 2 * TF32_ULP  # of few terms a large result may be one product, which errs as both of its operands do
 
 
 @dataclass(frozen=True)
@@ -267,10 +268,15 @@ class Problem:
             roundings = TORCH_ROUNDINGS
         atol, rtol = tolerance(case.result_dtype, case.K, roundings)
         if precision(case.dtype) == "tf32":
-            atol += 6 * TF32_ULP * case.K**0.5
+            atol, rtol = atol + tf32_error(case.K), rtol + TF32_RTOL
         if case.dtype in FP8:
             atol += fp8_error(case.local_K(size), case.fast_accum) * (case.K / case.local_K(size)) ** 0.5
         return atol, rtol
+
+
+def tf32_error(terms: int) -> float:
+    """atol beyond `tolerance`'s, of a sum of so many products of operands of unit variance that are rounded to TF32."""
+    return 6 * TF32_ULP * terms**0.5
 
 
 def dequantized(matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

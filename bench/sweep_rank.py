@@ -9,7 +9,7 @@ import tkernels
 from bench.baselines import gathering, multiplication
 from bench.compile import compile_ahead
 from bench.harness import usable_baselines, wrong
-from bench.problem import TF32_ULP, TORCH_ROUNDINGS, Case, Problem, as_bytes, dequantized
+from bench.problem import TF32_RTOL, TORCH_ROUNDINGS, Case, Problem, as_bytes, dequantized, tf32_error
 from tkernels.activations import activation_reference
 from tkernels.choice import product_way
 from tkernels.comm.context import Context
@@ -171,7 +171,9 @@ def allowed(problem, roundings: int) -> tuple[float, float]:
     atol, rtol = tolerance(result_dtype(problem.torch_dtype), problem.K + 1, roundings)
     if problem.torch_dtype in FP8:
         atol += fp8_error(problem.K, problem.fast_accum)
-    return atol + (6 * TF32_ULP * problem.K**0.5 if problem.precision == "tf32" else 0.0), rtol
+    if problem.precision == "tf32":
+        atol, rtol = atol + tf32_error(problem.K), rtol + TF32_RTOL
+    return atol, rtol
 
 
 def case_of(problem, layout: str) -> Case:

@@ -330,7 +330,7 @@ def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
 
 @pytest.mark.parametrize("precision, N, K, adds", [
     ("ieee", 342, 999, True), ("ieee", 342, 1000, False), ("ieee", 341, 1000, True), ("tf32", 342, 1000, True),
-    ("ieee", 132 * 128, 1000, True),
+    ("ieee", 132 * 128, 1000, True), ("ieee", 66 * 128, 1999, False), ("ieee", 67 * 128, 1999, True),
 ])  # fmt: skip
 def test_matmul_by_the_library_adds_a_bias_to_few_sums_of_a_deep_k_in_fp32_by_itself(
     by_library, monkeypatch, precision, N, K, adds
@@ -405,6 +405,14 @@ def test_matmul_of_staged_views_reads_and_writes_nothing_around_them(staged):
     assert torch.equal(matmul(x, w, out=y), matmul_reference(x, w).bfloat16())
     expanded = x[:1].expand(9, 25)
     assert torch.equal(matmul(expanded, w), matmul_reference(expanded, w).bfloat16())
+
+
+@pytest.mark.quick
+def test_alignment_of_a_row_alone_is_what_torch_takes_it_for():
+    x, w = torch.empty((24, 64), dtype=torch.float16), torch.empty((8, 24), dtype=torch.float16)
+    assert gemm.alignment_of(x[:, :1].t(), w) == 16
+    assert gemm.alignment_of(torch.empty((20, 1), dtype=torch.float16).t(), w) == 8
+    assert gemm.alignment_of(torch.empty((20, 2), dtype=torch.float16).t(), w) == 4
 
 
 @pytest.mark.parametrize("columns, stride", [(1, 64), (64, 64), (65, 128), (8191, 8192)])

@@ -378,10 +378,15 @@ def fused_layout(x: torch.Tensor, w: torch.Tensor, precision: str = "ieee", gpu:
 
 
 def alignment_of(*matrices: torch.Tensor) -> int:
-    """The bytes, up to 16, that the rows and the addresses of all these matrices are multiples of."""
+    """The bytes, up to 16, that the rows and the addresses of all these matrices are multiples of.
+
+    A row alone, which any stride describes, torch takes for a contiguous matrix.
+    """
     offsets = 16
     for matrix in matrices:
-        offsets |= in_rows(matrix)[0].stride(0) * matrix.element_size() | matrix.data_ptr()
+        rows, _ = in_rows(matrix)
+        stride = rows.stride(0) if len(rows) > 1 else rows.shape[1]
+        offsets |= stride * matrix.element_size() | matrix.data_ptr()
     return offsets & -offsets
 
 
