@@ -328,14 +328,15 @@ def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
                 assert_close_to(y, matmul_reference(x, w, added, activation), K + 9, roundings)
 
 
-@pytest.mark.parametrize("precision, N, K, adds", [
-    ("ieee", 342, 999, True), ("ieee", 342, 1000, False), ("ieee", 341, 1000, True), ("tf32", 342, 1000, True),
-    ("ieee", 132 * 128, 1000, True), ("ieee", 66 * 128, 1999, False), ("ieee", 67 * 128, 1999, True),
+@pytest.mark.parametrize("precision, M, N, K, adds", [
+    ("ieee", 3, 342, 999, True), ("ieee", 3, 342, 1000, False), ("ieee", 3, 341, 1000, True),
+    ("tf32", 3, 342, 1000, True), ("ieee", 6, 66 * 128, 1999, False), ("ieee", 6, 67 * 128, 1999, True),
+    ("ieee", 6, 131 * 128, 2000, False), ("ieee", 6, 132 * 128, 2000, True), ("ieee", 5, 2001, 2000, True),
 ])  # fmt: skip
 def test_matmul_by_the_library_adds_a_bias_to_few_sums_of_a_deep_k_in_fp32_by_itself(
-    by_library, monkeypatch, precision, N, K, adds
+    by_library, monkeypatch, precision, M, N, K, adds
 ):
-    x, w, bias = (integers(shape, torch.float32, seed, device=DEVICE) for seed, shape in enumerate(((3, K), (N, K), N)))
+    x, w, bias = (integers(shape, torch.float32, seed, device=DEVICE) for seed, shape in enumerate(((M, K), (N, K), N)))
     multiply, given = gemm.multiply_into, []
     monkeypatch.setattr(gemm, "multiply_into", lambda *them: given.append(them[3] is not None) or multiply(*them))
     y = gemm.multiply(("relu", None, None, precision), (x, w, bias, None))

@@ -63,12 +63,14 @@ def adds_bias_to_fp32(M: int, N: int, K: int, precision: str) -> bool:
     """Whether cuBLAS adds a bias to an fp32 product in less time than a pass over the result takes.
 
     Of a deep K and fewer tiles than SMs it splits K where there is none: 300x300x1000 takes 18 us, with a bias 44,
-    1053x1169x15475 858 and 1203 (H200). With tiles for half of the SMs it gains as much only of a deeper K:
-    60x15022x1342 takes 73, and with a pass 96. As TF32 both take the same time, and so do results of a few numbers:
-    8x40x13504 takes 17.8, and with a pass 20.
+    1053x1169x15475 858 and 1203 (H200). It gains less than the pass takes with tiles for half of the SMs and a K that
+    is not so deep (60x15022x1342 takes 73, and with a pass 96), of a few rows of many features (2x9024x40640 537 and
+    681), and of few numbers in all (8x40x13504 18 and 20). As TF32 both take the same time.
     """
     tiles, sms = -(-M // 128) * -(-N // 128), gpu_here().sms
-    return precision != "ieee" or K < (2000 if 2 * tiles > sms else 1000) or tiles >= sms or M * N < 1024
+    deep = K >= (2000 if 2 * tiles > sms else 1000)
+    few = M * N < 1024 or M <= 5 and N > 2000
+    return precision != "ieee" or tiles >= sms or few or not deep
 
 
 def _spread(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
