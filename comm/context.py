@@ -28,8 +28,8 @@ DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 CAPTURE_BYTES = 256 << 20  # or an eighth of a heap: set aside for what calls first need in a CUDA graph's capture
 MAX_CONSTANTS = 1024
 AFRESH = "The context can't be used any more; finalize() it and init() a new one"
-GROWING = Shared("a call for which the workspace grows", ()).number
-OP_GROWTH = device.operation("a larger workspace")
+MEETS = Shared("a call that meets the other ranks", ()).number
+OP_MEETS = device.operation("a meeting")
 NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
@@ -446,22 +446,24 @@ class Context:
         self._flag[0], self.reported = 1, True
 
     @contextlib.contextmanager
-    def growing(self, workspace: Workspace):
-        """The block meets the other ranks, to make the workspace larger for the call in progress.
+    def meeting(self, workspace: Workspace | None = None):
+        """The block meets the other ranks before the call in progress, on the workspace or else the current stream's.
 
-        A rank for whose call it is large enough would wait for this one's in a kernel, and the meeting for that rank.
-        So they are told in an epoch of the workspace, and one that is in another call raises MismatchError.
+        So it may be where the workspace must grow. A rank that need not meet for its call would wait for this one's in
+        a kernel, and the meeting for that rank. So they are told in an epoch of the workspace, and one that is in
+        another call raises MismatchError.
         """
+        workspace = workspace or self._workspaces.current(self)
         if workspace.begun is None or self.capturing or self._compares_calls:  # ranks meet anyway, or can't
             yield
             return
         from tkernels.comm.collectives import announce_kernel
 
         # Nothing else holds it for peers that ask later.
-        self._shared[GROWING] = self._growing = Shared.of(*(self.group.described() or ("a call", {})))
-        self.group.tell(f"{self.name}/{GROWING}", self._growing.to_json(), (), 0)
+        self._shared[MEETS] = self._meets = Shared.of(*(self.group.described() or ("a call", {})))
+        self.group.tell(f"{self.name}/{MEETS}", self._meets.to_json(), (), 0)
         self.launch(
-            announce_kernel, 1, workspace.state, workspace.table, self.rank, GROWING, self.link(OP_GROWTH), num_warps=1
+            announce_kernel, 1, workspace.state, workspace.table, self.rank, MEETS, self.link(OP_MEETS), num_warps=1
         )
         words = workspace.begun
         try:

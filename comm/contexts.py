@@ -118,6 +118,15 @@ def abandon(context):
     _abandoned.append(context)
 
 
+def let_go(context):
+    """Collective. Let ranks return that wait in `finalize` of a context that this rank has left after a failure.
+
+    For who meets next over other ranks. All that have left it so must call it, and none that waits.
+    """
+    if context in _abandoned and context.group.alive:
+        meet(Group(context.group.process_group), INIT, once=True)
+
+
 def give_back_unused(group: Group, in_use: set[str]):
     """Free the contexts that this rank has abandoned, if no rank may still use them.
 
@@ -140,11 +149,11 @@ def give_back_unused(group: Group, in_use: set[str]):
                 warnings.warn(f"{each.name}, which was dropped without finalize(): {error}", stacklevel=5)
 
 
-def meet(group: Group, call: str, value=None) -> list | None:
+def meet(group: Group, call: str, value=None, once: bool = False) -> list | None:
     """Collective, after the device's work so far. Every rank's value, and the names of contexts that it may still use.
 
     Returns None if this is a `finalize` of a context that the other ranks have already left, so it did not wait for
-    them.
+    them. once: also after others' `finalize`, of whose ranks it waits for no next call.
 
     A rank whose wait timed out, or that left by an exception, skips the meeting in `finalize`, where ranks without a
     failure wait for it. It meets them in its next call of `init` or `finalize` instead: their `finalize` then returns,
@@ -169,5 +178,5 @@ def meet(group: Group, call: str, value=None) -> list | None:
             }
             if not leaving:
                 raise
-            if call in leaving:
+            if once or call in leaving:
                 return None

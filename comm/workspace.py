@@ -136,7 +136,7 @@ class Workspace:
     def reserve(self, *, scratch_bytes: int = 0, num_counters: int = 0, **room: int) -> "Workspace":
         """Make room for at least this much; room: by the names of `Room`.
 
-        Collective if that grows, so all ranks must ask for the same; MismatchError if one has enough (`growing`). Where
+        Collective if that grows, so all ranks must ask for the same; MismatchError if one has enough (`meeting`). Where
         the heap can't hold both what is asked for and what is there for other calls, that is given up, with a warning.
         """
         asked = Room(**room)
@@ -146,7 +146,7 @@ class Workspace:
             grown = ("inbox_bytes", "num_chunks", "landing_bytes")
             ahead = {name: self._ahead(getattr(needed, name), getattr(self.room, name)) for name in grown}
             self._wanted = needed.regions(self.context.size).num_bytes
-            with self.context.growing(self):
+            with self.context.meeting(self):
                 self._grow_to_one_of(needed._replace(**ahead), needed, least)
         if scratch_bytes > self.scratch.numel():
             num_bytes = self._ahead(scratch_bytes, self.scratch.numel())

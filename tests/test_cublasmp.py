@@ -876,6 +876,44 @@ def test_matmul_with_a_plan_sees_what_changes(ctx):
         call()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pattern", ["AG+GEMM", "GEMM+RS", "GEMM+AR"])
+def test_matmul_with_a_plan_notices_ranks_that_differ(ctx, pattern):
+    """In alpha, on all ranks or one; and in what is wrong with the call of one, which finds no plan for it."""
+    case = Case(*EVEN, "TN")
+    distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    epilog = MatmulEpilog.ALLREDUCE if pattern == "GEMM+AR" else None
+
+    def call(context, a=a, **options):
+        call = dict(distributions=distributions, qualifiers="TN", epilog=epilog, mesh=context, totals=EVEN) | options
+        return matmul(a, b, **call)
+
+    def of_matmul(context, alpha):
+        product = Matmul(a, b, distributions=distributions, qualifiers="TN", mesh=context)
+        product.plan(epilog=epilog).execute()
+        product.reset_operands(alpha=alpha)
+        product.execute()
+
+    for alphas in ((2.0, 3.0), (2.0, 1.0), (1.0, 2.0)):
+        mine = alphas[ctx.rank]
+        for attempt in (lambda each: call(each, alpha=mine), lambda each: of_matmul(each, mine)):
+            with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=30) as context:
+                whole = call(context)
+                assert np.array_equal(call(context, alpha=2.0).cpu().numpy(), 2 * whole.cpu().numpy())
+                assert np.array_equal(call(context).cpu().numpy(), whole.cpu().numpy())
+                with pytest.raises(MismatchError, match="alpha|out of step"):
+                    attempt(context)
+                    context.check()
+    for wrong in ({"a": a.tolist()}, {"qualifiers": "XX"}, {"options": {"blocking": 1}}):
+        with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=30) as context:
+            call(context)
+            with pytest.raises(MismatchError, match="out of step"):
+                call(context, **(wrong if ctx.rank == 1 else {}))
+                context.check()
+    tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, default=False).finalize()  # rank 1 waits for its peer
+
+
 @pytest.mark.ranks(1)
 def test_matmul_keeps_few_plans_which_go_with_their_context(ctx, monkeypatch):
     monkeypatch.setattr(multiplication, "MAX_PLANS", 3)

@@ -759,6 +759,33 @@ def test_initialize_ub_that_fails_on_one_rank_is_told_to_one_that_has_left_a_con
     left.abandon()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"bootstrap_backend": "gloo"}, {"tp_group": True}], ids=str)
+def test_initialize_ub_works_again_after_a_rank_has_left_a_call(ctx, monkeypatch, options):
+    """Which the other one waits for, in vain, and leaves then by itself; over everyone's group and over another one."""
+    monkeypatch.setenv("UB_TIMEOUT", "2")
+    if "tp_group" in options:
+        options = {"tp_group": dist.new_group([0, 1])}
+    segments = resources()[1]
+    for knows in (False, True):  # that rank 0 has failed, before it leaves
+        te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
+        gathers(te.get_ub("qkv_fprop"), ctx)
+        context = te.get_ub("qkv_fprop").context
+        if ctx.rank == 1:
+            time.sleep(3 if knows else 0)
+        with pytest.raises(tkernels.WaitTimeoutError, match="rank 0 waited 2 s for the signal of rank 1"):
+            if ctx.rank == 0:
+                gathers(te.get_ub("qkv_fprop"), ctx)
+                context.check()
+            te.destroy_ub()
+        te.destroy_ub()
+        del context
+    te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.destroy_ub()
+    assert resources()[1] == segments
+
+
 @contextlib.contextmanager
 def after_the_last_communicator(call):
     """`initialize_ub`, with default options, calls this when it has made its last communicator."""

@@ -33,7 +33,7 @@ from tkernels.layers.cublasmp.options import (
     given,
     transposes,
 )
-from tkernels.layers.cublasmp.plan import Outcome, Plan
+from tkernels.layers.cublasmp.plan import Outcome, Plan, meeting
 from tkernels.layers.cublasmp.problem import Operand, Problem, resolve, survey
 
 MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
@@ -152,7 +152,7 @@ def _plan(ctx: Context, request: _Request | Exception, stream) -> Plan:
             stacklevel=3,
         )
     with _on(ctx, stream):
-        plan = Plan(ctx, request.problem, layout)
+        plan = Plan(ctx, request.problem, layout, request.scalars)
     (request.problem.options.logger or logging.getLogger(__name__)).info("%s", plan.outcome)
     return plan
 
@@ -463,8 +463,8 @@ def matmul(
     """Collective. D = epilog(alpha op(A) op(B) + beta C): Matmul's plan and execute in one call, with their arguments.
 
     totals: the global sizes (m, n, k), or any key that distinguishes them, the same on all ranks. The plan is then kept
-        for later calls that differ only in values and scalars, and these need no communication on the host. None: every
-        call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
+        for later calls that differ only in values and scalars, and these need no communication on the host, unless alpha
+        or beta is not what it was before, which the ranks then compare. None: every call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
         first of two ranks has as many columns of 5 as of 6.
     """
     ctx = as_context(mesh)
@@ -486,7 +486,9 @@ def matmul(
                 "takes communication; make one like call before the capture, both with totals=(m, n, k), or use "
                 "Matmul and plan() before it"
             )
-        plan = plan or _plan(ctx, request, stream)
+        if plan is None:
+            with meeting(ctx, "cublasmp.matmul without a plan") if plans and totals else contextlib.nullcontext():
+                plan = _plan(ctx, request, stream)
         if key is not None and key not in plans:
             if len(plans) >= MAX_PLANS:
                 del plans[next(iter(plans))]

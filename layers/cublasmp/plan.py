@@ -8,6 +8,7 @@ Otherwise it returns the sum over ranks in fp32, and torch does the rest, roundi
 launches: the core keeps them for each operation, by what its tensors are like.
 """
 
+import contextlib
 import dataclasses
 
 import torch
@@ -16,12 +17,13 @@ from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import overlap_config
 from tkernels.comm import Context
 from tkernels.comm.collectives import all_gather, all_reduce
+from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8, with_room_for
 from tkernels.gemm import Scales, fused_layout, multiply
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import Intervals, Owned, length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
-from tkernels.layers.cublasmp.problem import AUX, BGRAD, Layout, MatrixLayout, Problem
+from tkernels.layers.cublasmp.problem import AUX, BGRAD, InconsistentError, Layout, MatrixLayout, Problem
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.paths import choose_path
@@ -53,8 +55,8 @@ class Plan:
     d_layout: of this rank's part of D.
     """
 
-    def __init__(self, ctx: Context, problem: Problem, layout: Layout):
-        self.problem, self.layout, options = problem, layout, problem.options
+    def __init__(self, ctx: Context, problem: Problem, layout: Layout, scalars: tuple[float, float]):
+        self.problem, self.layout, self._scalars, options = problem, layout, scalars, problem.options
         self.pattern, self.transposes = layout.pattern, problem.transposes
         self.dtype, self.wire, self.rows = layout.result_dtype, layout.wire_dtype, layout.splits.get("n")
         self.fp8 = self.dtype in FP8
@@ -122,7 +124,12 @@ class Plan:
         return extent, *(_indices(owned[ctx.rank], ctx.device) for owned in (parts, kept))
 
     def run(self, ctx: Context, a, b, c, alpha: float, beta: float, inputs: dict, scales: dict):
-        """Collective. D, or (D, {name: auxiliary output}), of operands, inputs and scales as passed by the user."""
+        """Collective. D, or (D, {name: auxiliary output}), of operands, inputs and scales as passed by the user.
+
+        Meets the other ranks if alpha or beta is not what it was, and raises InconsistentError if they differ then.
+        """
+        if (alpha, beta) != self._scalars:
+            self._agree(ctx, alpha, beta)
         (trans_a, trans_b), flip = self.transposes, self.flip  # order="C" passes transposes
         x, w = b if trans_b != flip else b.t(), a.t() if trans_a != flip else a
         sum_of, moves = (x, w), self.moves
@@ -157,6 +164,21 @@ class Plan:
         if self.blocking:
             torch.cuda.current_stream().synchronize()
         return (y, aux) if aux else y
+
+    def _agree(self, ctx: Context, alpha: float, beta: float):
+        """Collective. Compare other scalars, of which the kernels know nothing."""
+        if self.pattern != "local" or self.moves:  # else no rank waits for another
+            if ctx.capturing:
+                raise TkernelsError(
+                    f"cublasmp: a CUDA graph is being captured, and alpha={alpha} or beta={beta} is not that of the call "
+                    f"before, which the ranks meet to compare; make one such call before the capture"
+                )
+            with meeting(ctx, "cublasmp with another alpha or beta"):
+                found = ctx.group.gather((alpha, beta))
+            if len(set(found)) > 1:
+                by_rank = ", ".join(f"alpha={alpha} and beta={beta}" for alpha, beta in found)
+                raise InconsistentError(f"cublasmp: the ranks' scalars differ, by rank: {by_rank}")
+        self._scalars = alpha, beta
 
     def _upright(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """An epilog's input: the bias as a vector, a matrix as [n, m]."""
@@ -197,6 +219,13 @@ class Plan:
             return value
         extent, mine, kept = self.sums
         return all_reduce(ctx, value.new_zeros(extent).index_add_(0, mine, value))[kept]
+
+
+@contextlib.contextmanager
+def meeting(ctx: Context, call: str):
+    """The block meets the other ranks, some of which may go on to a kernel by a plan; then they raise MismatchError."""
+    with ctx.group.during(lambda: (call, {})), ctx.meeting():
+        yield
 
 
 class Redistribution:

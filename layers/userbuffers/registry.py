@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context, MeshLike, constant_in_traces, group_of
-from tkernels.comm.contexts import INIT, meet, open_contexts
+from tkernels.comm.contexts import INIT, let_go, meet, open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (
@@ -56,6 +56,7 @@ REMOVED_VARIABLES = (
 _ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
 _NOTHING = {"helper": None, "groups": (), "cublasmp": False}
 _state = dict(_NOTHING)
+_left = []  # contexts that destroy_ub has left after a failure, and their groups: other ranks may wait there for this one
 _noted = contextvars.ContextVar("options of the layers that `constructing` is constructing", default=None)
 
 
@@ -96,6 +97,10 @@ def initialize_ub(
     """
     asked = locals() | {"tp_group": tp_group is not None}
     asked |= {name: os.environ.get(name) for name in ("UB_TIMEOUT", "NVTE_EXT_MARGIN_SM")}
+    while _left:
+        context, groups = _left.pop()
+        let_go(context)
+        _destroy(groups if context.group.alive else ())
     world = Group(None)
     with _agreed(world, asked=asked):
         timeout_s(), margin()
@@ -131,15 +136,23 @@ def initialize_ub(
 
 
 def destroy_ub() -> None:
-    """Collective. Free everything; communicators must not be used afterwards. May be repeated."""
+    """Collective. Free everything; communicators must not be used afterwards. May be repeated.
+
+    After a failure, of which this raises what has not been raised yet, it doesn't wait for the other ranks, and one
+    that has not failed may wait for this one's next initialize_ub.
+    """
     helper, groups = _state["helper"], _state["groups"]
     _ub_communicators.clear()
     _state.update(_NOTHING)
     if helper is not None:
+        failed = helper.context.failed
         try:
             helper.close()
         finally:
-            _destroy(groups)
+            if failed:
+                _left.append((helper.context, groups))
+            else:
+                _destroy(groups)
             torch.compiler.reset()
 
 
