@@ -1,5 +1,6 @@
 """Checks of what callers pass and of what the environment holds: a slip is named in a sentence, wherever it is made."""
 
+import math
 import operator
 import os
 import reprlib
@@ -7,6 +8,7 @@ import reprlib
 import torch
 
 LARGEST = (1 << 63) - 1  # size that torch can count
+LARGEST_FP32 = 3.4028235e38
 _SWITCHES = {"": False, "0": False, "false": False, "no": False, "off": False} | {
     "1": True, "true": True, "yes": True, "on": True,
 }  # fmt: skip
@@ -26,6 +28,22 @@ def whole(what: str, value, least: int = 0, most: int = LARGEST) -> int:
     if not least <= number <= most:
         limit = f"at least {least}" if number < least else f"at most {most}"
         raise ValueError(f"{what}={reprlib.repr(number)} must be {limit}")
+    return number
+
+
+def real(what: str, value) -> float:
+    """`value` as a float, also if it is one number of numpy's or torch's.
+
+    what: its name, for errors. Raises TypeError for anything else, ValueError for a finite one that fp32 can't hold.
+    """
+    try:
+        number = None if isinstance(value, (str, bytes)) else float(value)  # which float() would read
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
+        number = None
+    if number is None:
+        raise TypeError(f"{what}={reprlib.repr(value)} is no real number")
+    if math.isfinite(number) and abs(number) > LARGEST_FP32:
+        raise ValueError(f"{what}={number} is more than fp32 can hold")
     return number
 
 

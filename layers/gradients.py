@@ -117,9 +117,10 @@ def clip_grad_norm_(
         elif in_common(ctx.group, stages.group):  # other stages have other parameters, not copies or parts of these
             ctx = None
     _check_max_norm("clip_grad_norm_", max_norm)
-    if norm_type != 2:
+    if not isinstance(norm_type, numbers.Real) or norm_type != 2:
         raise ValueError(f"clip_grad_norm_: norm_type={norm_type!r} is not supported; leave it out, for the 2-norm")
     check_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
+    check_type("clip_grad_norm_: parameters", parameters, Iterable, "parameters, as a module's parameters() gives them")
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
         check_dense("clip_grad_norm_", parameter=parameter)
@@ -194,7 +195,7 @@ def _check_place(caller: str, name: str, grad, device: torch.device):
 
 def _check_max_norm(caller: str, max_norm: float):
     """Raises TypeError unless max_norm is a number or a tensor of one, ValueError for one that would turn gradients."""
-    one = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
+    one = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()
     if not one and not isinstance(max_norm, numbers.Real):
         raise TypeError(f"{caller}: max_norm={max_norm!r} must be a number")
     if not one and not max_norm >= 0:  # that of a tensor would be read back to the host

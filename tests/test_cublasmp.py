@@ -636,7 +636,9 @@ def refuse_wrong_problems(ctx):
         (problem(qualifiers="TN" if last else "NN"), MismatchError, "qualifiers differ between ranks"),
         (problem(qualifiers="CN"), ValueError, "must be 'NN', 'NT', 'TN' or 'TT'"),
         (problem(alpha=2.0 if last else 1.0), MismatchError, "alpha differ between ranks"),
-        (problem(alpha="x"), ValueError, "alpha='x' is no real number"),
+        (problem(alpha="x"), TypeError, "alpha='x' is no real number"),
+        (problem(alpha="2"), TypeError, "alpha='2' is no real number"),
+        (problem(alpha=1e300), ValueError, "alpha=1e.300 is more than fp32 can hold"),
         (problem(beta=1.0), ValueError, "beta=1.0, but there is no C"),
         (problem(c=b), ValueError, "with C, pass beta too"),
         (problem(c=b, beta=1.0), ValueError, "C is torch.float32 .*, but this rank's part of D is"),
@@ -673,6 +675,7 @@ def refuse_wrong_problems(ctx):
         (problem(quantization_scales={}), ValueError, "quantization_scales are for fp8"),
         (problem(a=a.detach().requires_grad_(last)), ValueError, f"{who}: cublasmp computes no gradients"),
         (problem(totals=[24] if last else (24,)), TypeError, rf"{who}: totals=\[24\]: .* unhashable"),
+        (problem(totals=torch.ones(2) if last else (24,)), TypeError, rf"{who}: totals=tensor.*: .* compared element"),
         (problem(totals=(16, 24, 32) if last else None), MismatchError, "totals differ between ranks"),
         (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
         (problem(options={"fast_accum": True}), ValueError, "fast_accum=True is for float8 operands"),
@@ -876,6 +879,26 @@ def test_matmul_with_a_plan_sees_what_changes(ctx):
         call()
 
 
+@pytest.mark.ranks(1)
+def test_matmul_refuses_transforms_which_would_take_its_gradients_for_zeros(ctx):
+    a, b = (torch.ones(shape, device=ctx.device) for shape in ((16, 8), (16, 6)))
+
+    def multiply(a):
+        return matmul(a, b, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", mesh=ctx)
+
+    for call in (
+        lambda: torch.func.grad(lambda a: multiply(a).sum())(a),
+        lambda: torch.vmap(multiply)(torch.stack([a, a])),
+        lambda: torch.func.jvp(multiply, (a,), (a,)),
+    ):
+        with pytest.raises(RuntimeError, match="cublasmp computes no gradients, so torch.func and forward-mode"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        assert multiply(a).sum() == 16 * 8 * 6
+        with pytest.raises(RuntimeError, match="computes no gradients"):
+            multiply(torch.autograd.forward_ad.make_dual(a, a))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pattern", ["AG+GEMM", "GEMM+RS", "GEMM+AR"])
 def test_matmul_with_a_plan_notices_ranks_that_differ(ctx, pattern):
@@ -896,14 +919,13 @@ def test_matmul_with_a_plan_notices_ranks_that_differ(ctx, pattern):
         product.execute()
 
     for alphas in ((2.0, 3.0), (2.0, 1.0), (1.0, 2.0)):
-        mine = alphas[ctx.rank]
-        for attempt in (lambda each: call(each, alpha=mine), lambda each: of_matmul(each, mine)):
+        for attempt in (lambda context, alpha: call(context, alpha=alpha), of_matmul):
             with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=30) as context:
                 whole = call(context)
                 assert np.array_equal(call(context, alpha=2.0).cpu().numpy(), 2 * whole.cpu().numpy())
                 assert np.array_equal(call(context).cpu().numpy(), whole.cpu().numpy())
                 with pytest.raises(MismatchError, match="alpha|out of step"):
-                    attempt(context)
+                    attempt(context, alphas[ctx.rank])
                     context.check()
     for wrong in ({"a": a.tolist()}, {"qualifiers": "XX"}, {"options": {"blocking": 1}}):
         with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=30) as context:
@@ -1151,8 +1173,16 @@ def test_matmul_says_which_arrays_it_cannot_take(ctx):
         with pytest.raises(kind, match=message) as caught:
             wrong()
         message_on_every_rank(ctx, caught.value)
-    a.flags.writeable = False  # it is only read
-    assert np.array_equal(matmul(a, b, **d), np.full((4, 6), 8.0))
+    view = a.view()
+    view.flags.writeable = False  # it is only read
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(matmul(view, b, **d), np.full((4, 6), 8.0))
+        with Matmul(view, b, **d) as product:
+            product.plan()
+            a *= 2
+            doubled = product.execute()
+    assert np.array_equal(doubled, np.full((4, 6), 16.0 if tkernels.RUNTIME == "simulated" else 8.0))
 
 
 @pytest.mark.ranks(2)
@@ -1443,7 +1473,8 @@ def test_matmul_options_and_distributions_refuse_other_types():
         *((lambda value=value: BlockNonCyclic(grid, first_process=value), "first_process")
           for value in (3, "x", (0.0, 0))),
         *((lambda value=value: ProcessGrid(shape=value), "shape") for value in (3, "ab", (1.5, 2), torch.ones(2))),
-        *((lambda value=value: ProcessGrid(process_array=value), "process_array") for value in (3, "ab", [[0.0, 1.0]])),
+        *((lambda value=value: ProcessGrid(process_array=value), "process_array")
+          for value in (3, "ab", [[0.0, 1.0]], [[0, 1], [2]])),
         *((lambda value=value: ProcessGrid(shape=(2, 1), layout=value), "layout") for value in (3, "x")),
         *((lambda value=value: Box(value, (4, 4)), "takes two corners") for value in (None, (0.5, 0), ("a", "b"))),
         *((lambda value=value: Slab(value), "a matrix has dimensions 0 and 1")
@@ -1470,7 +1501,7 @@ def test_matmul_refuses_epilogs_that_do_not_exist(ctx):
             for epilog in (1024, 1025, 10**30, -4, "RELU", [], a)
         ),
         *((dict(epilog_inputs=inputs), "epilog_inputs is .* and must be a dict") for inputs in ([], 3, "x", a)),
-        *((dict(beta=beta), "(?s)beta=.* is no real number") for beta in (a, "x", 1j)),
+        *((dict(beta=beta), "(?s)beta=.* (is no real number|is more than)") for beta in (a, "x", 1j, "1", 1e300)),
         (dict(distributions=3), "three, not 1"),
         (dict(qualifiers=structured), "structure must be None or 0"),
     ]:

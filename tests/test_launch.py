@@ -178,6 +178,12 @@ def test_what_does_not_pickle_is_refused_before_it_is_sent(pool):
     pids = pool.pids
     with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent.*top of a module"):
         pool.run(lambda ctx: 0)
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for wrong in (torch.ones(1, device="meta"), deep):
+        with pytest.raises(TypeError, match="cannot be sent to the ranks"):
+            pool.run(print, wrong)
     assert pool.pids == pids, "no rank has seen the call, so all are in step"
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import tkernels
 from tkernels import layers
-from tkernels.comm import MismatchError
+from tkernels.comm import MismatchError, TkernelsError
 from tkernels.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tkernels.testing.compare import assert_close_to, integers, normal
 
@@ -774,6 +774,8 @@ def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_an
         for call in (lambda x, mesh: column(x), *mappings):
             with pytest.raises(TypeError, match=r"(Linear|_region): x.* must be a (strided )?tensor"):
                 call(wrong, mesh=ctx)
+    with pytest.raises(TypeError, match="tensor_parallel_output_grad=.* must be True or False"):
+        layers.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=x, mesh=ctx)
     for call in mappings:
         with pytest.raises(ValueError, match="_region: .* x is a scalar"):
             call(torch.ones((), device=ctx.device), mesh=ctx)
@@ -794,10 +796,24 @@ def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_an
         ColumnParallelLinear(4, 4, partition_stride=0, mesh=ctx)
     with pytest.raises(TypeError, match=r"RowParallelLinear.from_linear: linear=.* must be an nn.Linear"):
         RowParallelLinear.from_linear(nn.Conv1d(2, 2, 1), mesh=ctx)
-    for options in ({"dtype": (torch.float32, torch.float16)[ctx.rank]}, {"gather_output": ctx.rank == 0}):
+    for options in (
+        {"dtype": (torch.float32, torch.float16)[ctx.rank]}, {"gather_output": ctx.rank == 0},
+        {"return_bias": ctx.rank == 0}, {"keep_gathered": ctx.rank == 0},
+    ):  # fmt: skip
         torch.manual_seed(0)
         with pytest.raises(MismatchError, match=f"of rank 0 and rank 1 differ in {next(iter(options))} .*; all must"):
             ColumnParallelLinear(4, 4, mesh=ctx, **options)
+    torch.manual_seed(0)
+    with pytest.raises(MismatchError, match="init_method: .* differ, in the weight's norm by rank: 4.0, 0.0"):
+        RowParallelLinear(4, 4, mesh=ctx, init_method=(nn.init.ones_, nn.init.zeros_)[ctx.rank])
+    with pytest.raises(TkernelsError, match="no such generator"):
+        RowParallelLinear(4, 4, mesh=ctx, init_method=fails if ctx.rank else nn.init.ones_)
+    with pytest.raises(MismatchError, match="ParallelMLP: .* in activation by rank: gelu, relu"):
+        ParallelMLP(4, 8, ("gelu", "relu")[ctx.rank], mesh=ctx)
+
+
+def fails(weight):
+    raise RuntimeError("no such generator")
 
 
 @pytest.mark.ranks(2)
@@ -863,7 +879,10 @@ def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every
     overflown = parameter(torch.tensor([float("inf")] * 2))
     with pytest.raises(RuntimeError, match="the norm of all gradients is inf; no gradient was changed"):
         layers.clip_grad_norm_([whole, overflown], 1.0, error_if_nonfinite=True, mesh=ctx)
-    for options, error in (({"norm_type": float("inf")}, ValueError), ({"error_if_nonfinite": "no"}, TypeError)):
+    for options, error in (
+        ({"norm_type": float("inf")}, ValueError), ({"norm_type": torch.ones(2)}, ValueError),
+        ({"error_if_nonfinite": "no"}, TypeError),
+    ):  # fmt: skip
         with pytest.raises(error, match=f"clip_grad_norm_: {next(iter(options))}="):
             layers.clip_grad_norm_(whole, 1.0, mesh=ctx, **options)
     sparse = parameter(torch.ones(2).to_sparse())
@@ -874,6 +893,9 @@ def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every
         (ValueError, r"gradient of the parameter of \(2,\) is on meta, but the", [whole, elsewhere], 1.0),
         (TypeError, "parameter=None must be a tensor", [whole, None], 1.0),
         (TypeError, "max_norm='1' must be a number", [whole], "1"),
+        (TypeError, "max_norm=.* must be a number", [whole], torch.ones(1) * 1j),
+        (TypeError, "(?s)parameters=Linear.* must be parameters, as a module's", nn.Linear(2, 2), 1.0),
+        (TypeError, "parameters=None must be parameters", None, 1.0),
         (ValueError, "max_norm=-1.0 must not be negative", [whole], -1.0),
         (ValueError, "max_norm=nan must not be", [whole], float("nan")),
     ):

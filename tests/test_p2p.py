@@ -429,6 +429,8 @@ def test_custom_backward_refuses_gradients_of_another_number_or_shape():
             custom_backward(out, grads)
     custom_backward(out, torch.ones(3, 2))
     assert x.grad.tolist() == [[2.0, 2.0]] * 3
+    with pytest.raises(ValueError, match="an output has no gradient to compute"):
+        custom_backward(torch.ones(1), None)
 
 
 def test_deallocate_output_tensor_takes_megatrons_arguments():
@@ -492,6 +494,11 @@ def test_p2p_communicator_wrong_arguments_are_refused_by_name():
             comm.isend(torch.ones(1), 1, **wrong)
     t, shape = torch.ones(1, dtype=torch.bfloat16), (1,)
     for call, name in (
+        (lambda: comm.isend(t, t.expand(2)), "isend: dst"), (lambda: comm.irecv(shape, None, t.expand(2)), "irecv: src")
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"P2PCommunicator.{name}=tensor.* must be a whole number"):
+            call()
+    for call, name in (
         (lambda: comm.recv_forward(shape, "x"), "is_first_stage"),
         (lambda: comm.recv_backward(shape, "x"), "is_last_stage"),
         (lambda: comm.send_forward(t, "x"), "is_last_stage"),
@@ -551,6 +558,7 @@ def test_p2p_communicator_refuses_a_config_that_says_nothing_or_something_else()
         (config(), {"dtype": torch.float32}, ValueError, "dtype and variable_seq_lengths were passed beside a config"),
         (config(), {"variable_seq_lengths": True}, ValueError, "beside a config, which says them too; leave them out"),
         (config(pipeline_dtype=None), {}, ValueError, "config.pipeline_dtype is None; set it to the dtype"),
+        (config(pipeline_dtype="bfloat16"), {}, TypeError, "config.pipeline_dtype='bfloat16' must be a torch.dtype"),
     ]:
         with pytest.raises(error, match=message):
             make(given, **options)

@@ -210,13 +210,27 @@ def test_plugin_ids_can_be_selected(run):
     result.stdout.fnmatch_lines(["*test_it?1-ranks?*", "*1/2 tests collected*"])
 
 
+@starts_ranks(1)
 def test_plugin_refuses_by_name_what_ranks_cannot_run(run):
     result = run("""
+import functools
 import unittest
 
 @pytest.mark.ranks(1)
 async def test_that_awaits(ctx):
     assert False
+
+def decorated(function):
+    return functools.wraps(function)(lambda *args, **given: function(*args, **given))
+
+@pytest.mark.ranks(1)
+@decorated
+async def test_that_awaits_behind_a_function(ctx):
+    assert False
+
+@pytest.mark.ranks(1)
+async def test_that_yields(ctx):
+    yield
 
 @pytest.mark.ranks(1)
 class TestOld(unittest.TestCase):
@@ -227,12 +241,13 @@ class TestOld(unittest.TestCase):
     def test_marked_method(self):
         assert False
 """)
-    result.assert_outcomes(errors=3)
+    result.assert_outcomes(errors=2, failed=3)
     result.stdout.fnmatch_lines([
-        "test_that_awaits?1-ranks? is `async def`, which ranks don't run*",
         "TestOld.test_marked_method: @pytest.mark.ranks has no effect in a unittest.TestCase*",
         "TestOld.test_method: @pytest.mark.ranks has no effect in a unittest.TestCase*",
     ])
+    for name in ("test_that_awaits", "test_that_awaits_behind_a_function", "test_that_yields"):
+        result.stdout.fnmatch_lines([f"*: {name} is `async def`, which ranks don't run*"])
 
 
 @starts_ranks(2)

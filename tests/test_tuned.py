@@ -143,6 +143,8 @@ def test_known_reports_what_is_no_file_and_never_opens_it(monkeypatch, tmp_path)
     os.mkfifo(tuned.path())  # to open it would wait for a writer
     with pytest.warns(UserWarning, match=r"a\\x1b\[2Jb.tuned.jsonl is ignored: it is no file"):
         tuned.known(2, "simulated")
+    with pytest.raises(FileExistsError, match="it is no file"):
+        tuned.save(record())
 
 
 def test_known_reports_and_ignores_a_file_that_cant_be_read(cache):

@@ -203,6 +203,8 @@ def test_quantizers_refuse_by_name_what_they_cannot_use():
         (lambda: te.Float8Quantizer(torch.ones(2), one, E4M3), r"scale is torch.float32 \[2\] .* scale of one element"),
         (lambda: te.Float8Quantizer(one, one[:0], E4M3), r"amax torch.float32 \[0\], but both .* of one or more"),
         (lambda: te.Float8Quantizer(one.double(), one, E4M3), "scale is torch.float64 .*, but both must be float32"),
+        *((lambda amax=amax: te.Float8Quantizer(one, amax, E4M3), "amax is written to, but wants a gradient or")
+          for amax in (one.clone().requires_grad_(), one.expand(3))),
         *((lambda make=make, wrong=wrong: make()(wrong), message)
           for make in (lambda: te.Float8Quantizer(one, one, E4M3), lambda: te.Float8CurrentScalingQuantizer(E4M3))
           for wrong, message in (([1.0], r"tensor=\[1.0\] must be a tensor"), (one.long(), "tensor is torch.int64"),
@@ -360,6 +362,8 @@ def test_fp8_autocast_refuses_by_name_and_leaves_what_was():
             "fp8_recipe=MXFP8BlockScaling is not supported: .*no block scaling; pass",
         ),
         (dict(fp8_recipe=te.DelayedScaling(fp8_dpa=True)), r"DelayedScaling\(fp8_dpa=True\) is not supported"),
+        *((dict(fp8_recipe=te.DelayedScaling(override_linear_precision=wrong)), "override_linear_precision=.* flags")
+          for wrong in (None, True, 3)),
         (dict(fp8_recipe=te.DelayedScaling(amax_compute_algo=max)), "amax_compute_algo=<built-in function max>"),
         (dict(fp8_recipe=te.Float8CurrentScaling(fp8_format=te.Format.E5M2)), "fp8_format=E5M2, which backward"),
         (dict(calibrating=True), "calibrating=True is not supported"),

@@ -507,6 +507,15 @@ def test_general_gemm_wrong_calls_are_refused_before_anything_is_launched(ctx):
         call(wide[1], wide[0], ub=ring, ub_type=AG)
 
 
+def test_general_gemm_refuses_transforms_which_would_take_its_gradients_for_zeros():
+    a, b = torch.ones(6, 16), torch.ones(4, 16)
+    for transform in (torch.vmap, lambda f: torch.func.grad(lambda b: f(b).sum())):
+        with pytest.raises(NotImplementedError, match="general_gemm computes no gradients, so torch.func"):
+            transform(lambda b: te.general_gemm(a, b)[0])(torch.stack([b, b]) if transform is torch.vmap else b)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        te.general_gemm(a, B=torch.autograd.forward_ad.make_dual(b, b))
+
+
 @pytest.mark.ranks(2)
 def test_general_gemm_refuses_what_it_cannot_use(ctx):
     """Alone and with communication: wrong types and dtypes, before anything is launched; then a right call."""

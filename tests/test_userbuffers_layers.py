@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from tensor_parallel import assert_accurate, fill, own_part, whole_state
@@ -248,7 +249,7 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         (lambda: te.LayerNormLinear(8, 8, eps="x", **cpu), "eps='x' must be a number"),
         (lambda: te.RMSNorm(8, device="nowhere"), "RMSNorm: device='nowhere' is none that parameters can be on"),
         (lambda: te.Linear(8, 8, params_dtype=torch.int8, **cpu), "Linear: dtype=torch.int8 has no gradient"),
-        (lambda: te.MultiheadAttention(8, 2, qk_norm_type=x, **cpu), r"(?s)qk_norm_type=.* is not supported"),
+        (lambda: te.MultiheadAttention(8, 2, qk_norm_type=x, **cpu), "(?s)qk_norm_type=.* must be no array"),
         (lambda: te.gather_along_first_dim(x.to_sparse(), None), "inp must be a strided tensor"),
         (lambda: te.LayerNormMLP(0, 8, **cpu), "hidden_size=0 must be a positive integer"),
         (lambda: te.LayerNormMLP(8, 8, eps=-1.0, **cpu), "eps=-1.0 must be a number"),
@@ -261,6 +262,21 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         *((lambda wrong=wrong, each=each: each(wrong), "the input .* must be a tensor of")
           for wrong in (None, 3, [1.0], x[0, 0], x.numpy()) for each in (layer, attention, te.Linear(8, 8, **cpu))),
         (lambda: attention(x, rotary_pos_emb=3), "angles=3 must be a tensor, or a pair of them"),
+        (lambda: attention(x, rotary_pos_emb=(x,) * 3), "rotary_pos_emb: it has 3 tensors; pass one, or a pair"),
+        (lambda: attention(x, rotary_pos_emb=torch.ones(3, 1, 1, 3)), "an even number of at most 4"),
+        *((lambda wrong=wrong: attention(wrong), "the input has shape .* and must be a tensor of \\[s")
+          for wrong in (x[0], x[None])),
+        *((lambda wrong=wrong, each=each: each(wrong, **cpu), message) for each in (te.LayerNorm, te.RMSNorm)
+          for wrong, message in ((-3, "normalized_shape=-3 must be at least 1"), (2.5, "2.5 must be a size or several"),
+                                 ((2, "x"), "normalized_shape='x' must be a whole number"))),
+        (lambda: te.RMSNorm(8, eps="x", **cpu), "RMSNorm: eps='x' must be a number"),
+        (lambda: te.Linear(8, 8, **cpu)(x.double()), "the input is torch.float64, but the weight torch.float32"),
+        *((lambda name=name, each=each: each(8, 8, **{name: x.numpy()}, **cpu), f"(?s){name}=.* must be no array")
+          for each, name in ((te.Linear, "parallel_mode"), (te.LayerNormLinear, "normalization"),
+                             (te.LayerNormMLP, "activation"), (te.Linear, "symmetric_ar_type"))),
+        *((lambda wrong=wrong: te.Linear(8, 8, parameters_split=wrong, **cpu), "(?s)parameters_split=.* must be a dict")
+          for wrong in (x[0, 0], iter(()))),
+        (lambda: te.load_ub_cfgs(0), "load_ub_cfgs: path=0 must be a path"),
         (lambda: attention(x, rotary_pos_emb=torch.ones(3, 1, 1, 4, device="meta")), "angles are on meta, but the"),
         *((lambda wrong=wrong, each=each: each(wrong), message) for each in (layer, attention, te.Linear(8, 8, **cpu))
           for wrong, message in ((x[..., :4], r"shape \[3, 2, 4\], but its last dimension must be 8"),
@@ -276,6 +292,7 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         with pytest.raises((TypeError, ValueError), match=message):
             wrong()
     assert layer(x).shape == x.shape and attention(x).shape == x.shape
+    assert te.RMSNorm(np.int64(8), **cpu)(x).shape == te.LayerNorm(torch.Size([8]), **cpu)(x).shape == x.shape
 
 
 @pytest.mark.ranks(2)
@@ -631,9 +648,21 @@ def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
             linear("column", ub_name="proj", ub_overlap_ag=True, **common)
         with pytest.raises(KeyError, match="UB for moe_fprop is not registered"):
             linear("column", ub_name="moe", ub_overlap_ag=True, **common)
-        differ = r"Linear: the layers .* differ in ub_overlap_ag_fprop of Linear\(qkv\) \(True and False\)"
+        differ = r"Linear: the layers .* differ in ub_overlap_ag of Linear\(qkv\) \(True and False\)"
         with pytest.raises(tkernels.MismatchError, match=differ):
             linear("column", ub_name="qkv", ub_overlap_ag=ctx.rank == 0, **common)
+        for kind, sizes, options in (
+            (te.Linear, (8, 16), {"bias": (True, False)}),
+            (te.LayerNormLinear, (8, 16), {"normalization": ("LayerNorm", "RMSNorm")}),
+            (te.LayerNormMLP, (8, 16), {"activation": ("gelu", "relu")}),
+            (te.LayerNormMLP, (8, 16), {"eps": (1e-5, 1e-6)}),
+        ):
+            (option, values), = options.items()
+            with pytest.raises(tkernels.MismatchError, match=f"{kind.__name__}: the layers .* differ in {option} of"):
+                split = {"set_parallel_mode": True} if kind is te.LayerNormMLP else {}
+                kind(*sizes, **{option: values[ctx.rank]}, **split, **common)
+        with pytest.raises(tkernels.MismatchError, match="differ in out_features of Linear"):
+            te.Linear(8, 16 + 8 * ctx.rank, **common)
 
 
 @pytest.mark.ranks(2)

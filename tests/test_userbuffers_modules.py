@@ -100,3 +100,8 @@ def test_dot_product_attention_has_transformer_engines_arguments_and_refuses_wha
             layer(q, q, q, **options)
     with pytest.raises(ValueError, match=r"key_layer has shape \(3, 2, 4, 6\); its last dimensions must be \(4, 8\)"):
         layer(q, q[..., :6], q)
+    for key, value in ((q[:2], q[:2]), (q, q[:2]), (q.half(), q)):
+        with pytest.raises(ValueError, match="all must be of one dtype, and of the same tokens, as cross-attention is"):
+            layer(q, key, value)
+    with pytest.raises(TypeError, match="softmax_scale='x' must be a number"):
+        te.DotProductAttention(4, 8, softmax_scale="x")

@@ -155,6 +155,21 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def refuse_transformed(name: str, *values):
+    """Raises NotImplementedError for tensors that a transform follows, where a call that has no gradients ends it."""
+    if not transformed():
+        return
+    for each in values:
+        followed = isinstance(each, torch.Tensor) and (
+            torch._C._functorch.is_functorch_wrapped_tensor(each) or forward_ad.unpack_dual(each).tangent is not None
+        )
+        if followed:
+            raise NotImplementedError(
+                f"{name} computes no gradients, so torch.func and forward-mode differentiation can't follow it; use "
+                f"tkernels.matmul and its kin, of which torch.func.grad, vjp, jacrev and vmap see all"
+            )
+
+
 def apply_transformed(name: str, function: type[torch.autograd.Function], *arguments):
     """function.apply, where a transform of torch.func may be active. Raises NotImplementedError where it is compiled.
 

@@ -400,7 +400,7 @@ def _refuse_what_ranks_cannot_import(fn, name: str):
 def _pickled(value, what: str, hint: str) -> bytes:
     try:
         return dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError) as error:
         raise TypeError(f"{what} cannot be sent to the ranks: {error}. {hint}") from error
 
 

@@ -11,6 +11,7 @@ write, so that jobs may do so at the same time. Those of the package (data/tuned
 and triton, where there are none from this machine.
 """
 
+import errno
 import json
 import os
 import warnings
@@ -59,9 +60,16 @@ def save(record: dict) -> Path:
     """Add a record to the user's; it replaces an earlier one with the same key. Raises OSError if that fails."""
     line, file = json.dumps({"format": FORMAT, **record}) + "\n", path()
     file.parent.mkdir(parents=True, exist_ok=True)
+    if _is_no_file(file):
+        raise FileExistsError(errno.EEXIST, "it is no file", str(file))
     with open(file, "ab", buffering=0) as lines:
         lines.write(line.encode())
     return file
+
+
+def _is_no_file(file: Path) -> bool:
+    """Whether something else is there: to open a pipe would wait for its other end."""
+    return file.exists() and not file.is_file()
 
 
 def saved() -> tuple[list[dict], dict[str, str]]:
@@ -69,7 +77,7 @@ def saved() -> tuple[list[dict], dict[str, str]]:
     records, damaged = {}, {}
     try:
         file = path()
-        if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
+        if _is_no_file(file):
             return [], {str(file): "it is no file"}
         lines = file.read_text(errors="replace").split("\n")
     except FileNotFoundError:

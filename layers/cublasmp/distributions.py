@@ -262,7 +262,10 @@ def _pair(value, least: int) -> tuple[int, int] | None:
 def _matrix_of_ranks(array) -> numpy.ndarray:
     """Raises ValueError unless it has each rank once."""
     readable = isinstance(array, torch.Tensor) and array.dtype == torch.int64 and not array.is_meta
-    ranks = numpy.array(array.tolist() if readable else None if isinstance(array, torch.Tensor) else array)
+    try:
+        ranks = numpy.array(array.tolist() if readable else None if isinstance(array, torch.Tensor) else array)
+    except ValueError:  # rows of several lengths
+        ranks = numpy.array(None)
     if ranks.ndim != 2 or ranks.dtype.kind not in "iu" or sorted(ranks.flat) != list(range(ranks.size)):
         raise ValueError(f"ProcessGrid: process_array={array} must be a matrix of each rank once")
     return ranks

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import Context, as_context
+from tkernels.comm.arguments import real
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8
+from tkernels.dispatch import refuse_transformed
 from tkernels.gemm import precision
 from tkernels.layers.cublasmp.distributions import Distribution
 from tkernels.layers.cublasmp.operands import Home, bring, take_back
@@ -67,6 +69,7 @@ def _understand(
     try:
         _check_key(totals)
         inputs = _checked_inputs(inputs)
+        refuse_transformed("cublasmp", *operands.values(), *inputs.values())
         held = {name: value for name, value in operands.items() if value is not None or name != "c"}
         with _on(ctx, stream):
             if home is None:
@@ -92,6 +95,8 @@ def _understand(
 
 def _check_key(totals):
     try:
+        if isinstance(totals, torch.Tensor):
+            raise TypeError("tensors are compared element by element")
         hash(totals)
     except TypeError as error:
         raise TypeError(f"totals={totals!r}: plans are kept by it, as by a tuple (m, n, k), but: {error}") from None
@@ -191,12 +196,7 @@ def _tensors(ctx: Context, dtype: torch.dtype, scales, home: Home) -> dict[str, 
 
 
 def _scalar(name: str, value, default: float) -> float:
-    if value is None:
-        return default
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
-        raise ValueError(f"{name}={value!r} is no real number") from None
+    return default if value is None else real(name, value)
 
 
 def _without_gradients(request: _Request | Exception) -> _Request | Exception:
@@ -463,9 +463,10 @@ def matmul(
     """Collective. D = epilog(alpha op(A) op(B) + beta C): Matmul's plan and execute in one call, with their arguments.
 
     totals: the global sizes (m, n, k), or any key that distinguishes them, the same on all ranks. The plan is then kept
-        for later calls that differ only in values and scalars, and these need no communication on the host, unless alpha
-        or beta is not what it was before, which the ranks then compare. None: every call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
-        first of two ranks has as many columns of 5 as of 6.
+        for later calls that differ only in values and scalars, and these need no communication on the host, unless
+        alpha or beta is not what it was before, which the ranks then compare. None: every call plans, unless the
+        context has one rank, because a rank can't infer the global sizes from its own parts: the first of two ranks has
+        as many columns of 5 as of 6.
     """
     ctx = as_context(mesh)
     with ctx.turn:

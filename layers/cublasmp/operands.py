@@ -10,6 +10,7 @@
 cupy is imported only by whoever passes its arrays.
 """
 
+import warnings
 from typing import NamedTuple
 
 import numpy
@@ -74,12 +75,12 @@ def tensor_of(name: str, operand) -> torch.Tensor:
         return operand
     if not isinstance(operand, numpy.ndarray):
         return torch.from_dlpack(operand)
-    if not operand.flags.writeable:
-        if name == "C":
-            raise ValueError("C is a read-only array; pass a copy that can be written to")
-        operand = operand.copy(order="K")  # torch warns of read-only memory, which it can't mark
+    if not operand.flags.writeable and name == "C":
+        raise ValueError("C is a read-only array; pass a copy that can be written to")
     try:
-        return torch.from_numpy(operand)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*not writable")  # which torch can't mark; operands are only read
+            return torch.from_numpy(operand)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}, a numpy array of {operand.dtype} with strides {operand.strides}: {error}") from None
 

@@ -170,8 +170,8 @@ class Plan:
         if self.pattern != "local" or self.moves:  # else no rank waits for another
             if ctx.capturing:
                 raise TkernelsError(
-                    f"cublasmp: a CUDA graph is being captured, and alpha={alpha} or beta={beta} is not that of the call "
-                    f"before, which the ranks meet to compare; make one such call before the capture"
+                    f"cublasmp: a CUDA graph is being captured, and alpha={alpha} or beta={beta} is not that of the "
+                    f"call before, which the ranks meet to compare; make one such call before the capture"
                 )
             with meeting(ctx, "cublasmp with another alpha or beta"):
                 found = ctx.group.gather((alpha, beta))

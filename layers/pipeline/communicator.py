@@ -244,6 +244,7 @@ class P2PCommunicator:
         With two ranks, both neighbours are the same rank. `isend` then uses send_next, and `irecv` receives on
         recv_prev: not on the edges of the backward methods below.
         """
+        dst = whole("P2PCommunicator.isend: dst", dst)
         edge = "send_next" if dst == self.next_rank else "send_prev"
         if dst not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("send to", dst))
@@ -262,6 +263,7 @@ class P2PCommunicator:
 
     def irecv(self, shape, dtype: torch.dtype | None, src: int) -> tuple[torch.Tensor, P2PHandle]:
         """Start to receive from `src`. Returns a new tensor, to be used after a wait for its handle, and the handle."""
+        src = whole("P2PCommunicator.irecv: src", src)
         if src not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("receive from", src))
         if dtype is not None:
@@ -565,6 +567,8 @@ def _of_tensors(config, dtype, variable_seq_lengths: bool, size: int) -> tuple[t
         )
     if config.pipeline_dtype is None and size > 1:
         raise ValueError("P2PCommunicator: config.pipeline_dtype is None; set it to the dtype of what stages exchange")
+    if config.pipeline_dtype is not None:
+        check_torch_dtype("P2PCommunicator: config.pipeline_dtype", config.pipeline_dtype)
     return config.pipeline_dtype, config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
 
 

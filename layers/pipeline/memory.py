@@ -70,6 +70,8 @@ def custom_backward(output, grad_output):
                 f"custom_backward: takes an output that was deallocated to one element, not one of shape "
                 f"{tuple(tensor.shape)}; use torch.autograd.backward"
             )
+        if not tensor.requires_grad:
+            raise ValueError("custom_backward: an output has no gradient to compute; leave it out")
     grads = tuple(torch.ones_like(tensor) for tensor in outputs) if grad_output is None else tuple(leaves(grad_output))
     wanted = [_shape_before(tensor) for tensor in outputs]
     if wanted != (found := [tuple(grad.shape) for grad in grads]):

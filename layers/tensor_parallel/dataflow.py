@@ -341,6 +341,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flo
         )
     if float8 is None:
         x, weight, bias = as_operands(x.device.type, x, weight, bias)
+        if x.dtype != weight.dtype:
+            raise TypeError(
+                f"the input is {x.dtype}, but the weight {weight.dtype}; convert one of them, or use torch.autocast"
+            )
     else:
         x, bias = as_operands(x.device.type, x, bias)
     inner = x.shape[1:-1]

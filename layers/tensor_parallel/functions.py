@@ -26,7 +26,7 @@ from collections.abc import Iterable
 import torch
 
 import tkernels
-from tkernels.comm.arguments import check_dense, check_tensors, check_type, whole
+from tkernels.comm.arguments import check_dense, check_flags, check_tensors, check_type, whole
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.comm.contexts import find_context
@@ -211,6 +211,7 @@ def gather_from_sequence_parallel_region(
     """
     caller = "gather_from_sequence_parallel_region"
     ctx = as_context(mesh, f"{caller}: mesh")
+    check_flags(caller, tensor_parallel_output_grad=tensor_parallel_output_grad)
     if tensor_parallel_output_grad:
         return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
     rows = check_rows(caller, ctx, rows, own=_extent(caller, x_shard_m, 0))

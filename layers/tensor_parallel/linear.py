@@ -56,9 +56,12 @@ class _DDP(DistributedDataParallel):
 _ddp = _DDP()
 
 
-def checking(ctx: Context, device):
-    """A block whose error on one rank all ranks raise. On the meta device, where modules are made alone, no meeting."""
-    return contextlib.nullcontext() if str(device) == "meta" else ctx.group.checking()
+def checking(ctx: Context, device, call: str | None = None, alike: dict | None = None):
+    """A block whose error on one rank all ranks raise. On the meta device, where modules are made alone, no meeting.
+
+    call, alike: as in `Group.checking`.
+    """
+    return contextlib.nullcontext() if str(device) == "meta" else ctx.group.checking(call, alike)
 
 
 def check_place(kind: str, device, dtype):
@@ -150,10 +153,13 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         if not full.weight.is_meta:
             self._check_agreement(self.ctx, full)
         if self._init_method is not None:
-            with torch.no_grad():
+            kind, alike = type(self).__name__, {}
+            with checking(self.ctx, full.weight.device, f"{kind}: init_method", alike), torch.no_grad():
                 self._init_method(full.weight)
                 if bias:
                     full.bias.zero_()
+                if not full.weight.is_meta:
+                    alike["the weight's norm"] = str(full.weight.double().norm().item())
         return full
 
     def _part(self, full: nn.Linear, name: str) -> torch.Tensor:
@@ -178,7 +184,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         """Collective. Raises MismatchError unless all ranks make the same layer from the same random numbers."""
         device, kind = full.weight.device, f"{type(self).__name__}({self.in_features}, {self.out_features})"
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        options = ("in_features", "out_features", "partition_stride", *self._options)
+        options = ("in_features", "out_features", "partition_stride", *self._options, *self._flags)
         asked = {name: getattr(self, name) for name in options}
         asked |= {"bias": full.bias is not None, "dtype": full.weight.dtype}
         ctx.group.check_alike(type(self).__name__, "layers", asked, "all must make the same layer")

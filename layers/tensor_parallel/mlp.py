@@ -38,13 +38,14 @@ class ParallelMLP(nn.Module):
     ):
         super().__init__()
         ctx = as_context(mesh, "ParallelMLP: mesh")
-        with checking(ctx, device):
+        with checking(ctx, device, "ParallelMLP", alike := {}):
             if not isinstance(activation, str) or activation not in KNOWN:
                 raise ValueError(
                     f"ParallelMLP: activation={activation!r} is unknown; use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}"
                 )
             hidden = whole("ParallelMLP: hidden", hidden)
             ffn_hidden = whole("ParallelMLP: ffn_hidden", ffn_hidden)
+            alike["activation"] = activation
         self.activation = activation
         blocks = 2 if activation in GATES else 1
         common = dict(

@@ -578,7 +578,7 @@ def checked_shape(where: str, shape) -> tuple[int, int]:
 
 def check_dtype(where: str, dtype, fp8: torch.dtype | None = None):
     """Raise TypeError for what no buffer is of. fp8: what one of FP8 is, None where there is none."""
-    if dtype not in (*DTYPES, fp8) or dtype is None:
+    if not isinstance(dtype, torch.dtype) or dtype not in (*DTYPES, fp8):
         names = "torch.float32, torch.float16 or torch.bfloat16"
         names += ", or torch.uint8 for FP8" if fp8 else "; only what is gathered can be FP8"
         raise TypeError(f"{where}={dtype!r} must be {names}")
@@ -740,7 +740,7 @@ def _check_method(name: str, options: OverlapOptions, use_cublasmp: bool):
     ways = {"CommOverlapP2P": ("ring_exchange",)}.get(
         name, ("pipeline", "bulk") if options.is_reduce_scatter else ("bulk", "external")
     )
-    if options.method not in ways:
+    if not isinstance(options.method, str) or options.method not in ways:
         raise ValueError(f"{name}: there is no method {options.method!r} of this type; there is {', '.join(ways)}")
     if use_cublasmp and options.method in ("bulk", "external"):
         raise ValueError(

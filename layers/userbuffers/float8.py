@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import tkernels
 from tkernels.comm import capture
-from tkernels.comm.arguments import check_dense, whole
+from tkernels.comm.arguments import check_dense, check_type, whole
 from tkernels.layers.tensor_parallel.float8 import Copies, Float8Tensor, Recipe, weights
 from tkernels.layers.userbuffers.defaults import boolean
 
@@ -136,6 +136,7 @@ def _scaling(recipe) -> _Scaling:
     delayed, asked = "DelayedScaling" in kinds, partial(getattr, recipe)
     form = getattr(recipe.fp8_format, "name", None)
     algorithm, precise = asked("amax_compute_algo", "max"), asked("override_linear_precision", (False,) * 3)
+    check_type("fp8_autocast: override_linear_precision", precise, (tuple, list), "three flags")
     of_x = asked("fp8_quant_fwd_inp", None)
     names = "fp8_dpa", "fp8_mha", "backward_override", "scaling_factor_compute_algo"
     given = {name: asked(name, None) for name in names} | {"amax_epsilon": getattr(of_x, "amax_epsilon", 0)}
@@ -277,6 +278,8 @@ class Float8Quantizer:
                 f"Float8Quantizer: scale is {scale.dtype} {list(scale.shape)} and amax {amax.dtype} "
                 f"{list(amax.shape)}, but both must be float32, scale of one element and amax of one or more"
             )
+        if amax.requires_grad or 0 in amax.stride():
+            raise ValueError("Float8Quantizer: amax is written to, but wants a gradient or is expanded; pass a copy")
         self.scale, self.amax, self.dtype = scale, amax, float8_dtype("Float8Quantizer: fp8_dtype", fp8_dtype)
 
     def __call__(self, tensor: torch.Tensor) -> Float8Tensor:

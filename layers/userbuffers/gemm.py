@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from tkernels.comm.arguments import check_dense, check_type
+from tkernels.comm.arguments import check_dense, check_type, real
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.configs import FP8
-from tkernels.dispatch import PLAIN, count_writes, has_memory
+from tkernels.dispatch import PLAIN, count_writes, has_memory, refuse_transformed
 from tkernels.gemm import check_apart, check_dtype
 from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.tensor_parallel.float8 import Float8Tensor, memory, values
@@ -30,6 +30,7 @@ def _without_grad(function):
 
     @functools.wraps(function)
     def call(*arguments, **options):
+        refuse_transformed(function.__name__, *arguments, *options.values())
         if not torch.is_grad_enabled():
             return function(*arguments, **options)
         with torch.no_grad():
@@ -105,7 +106,7 @@ def general_gemm(
         fast_accum = not boolean("general_gemm: use_split_accumulator", use_split_accumulator)
         B = B if B.fast_accum == fast_accum else replace(B, fast_accum=fast_accum)
     _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub)
-    alpha, beta = _number("alpha", alpha), None if beta is None else _number("beta", beta)
+    alpha, beta = real("general_gemm: alpha", alpha), None if beta is None else real("general_gemm: beta", beta)
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
         if ub is not None and ub_type is CommOverlapType.RS and inner and not bulk_overlap:
@@ -324,13 +325,6 @@ def _check_apart(A, B, bias, out, extra_output, filled, inside):
     check_apart("general_gemm", filled, "gelu_in", A=A, B=B, bias=bias, extra_output=extra_output)
     within = inside is CommOverlapType.AG  # whose kernel looks whether B is this rank's rows of extra_output
     check_apart("general_gemm", extra_output, "extra_output", A=A, B=None if within else B, bias=bias)
-
-
-def _number(name: str, value) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
-        raise TypeError(f"general_gemm: {name}={value!r} is no number") from None
 
 
 def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub):

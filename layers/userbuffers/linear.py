@@ -7,10 +7,12 @@ import inspect
 import itertools
 import math
 import re
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -35,6 +37,10 @@ FLAGS = {
     "ub_overlap_rs_fprop": (CommOverlapType.RS, False),
     "ub_overlap_ag_dgrad": (CommOverlapType.AG, False),
 }
+
+
+OWN = "name", "device", "tp_size", "layer_number", "rng_tracker_name"  # arguments that ranks need not have alike
+PLAIN = str, bool, int, float, tuple, list, dict, torch.dtype, type(None)  # of those that ranks compare
 
 
 def constructor(init):
@@ -134,9 +140,6 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             self._communicator(flag, ub_name, use_fp8)
         if wanted and self.tp_group is not None:
             registry.check_group(name, self.tp_group)
-        registry.note(
-            f"{name}({ub_name})", flags | {"parallel_mode": mode, "sequence_parallel": self.sequence_parallel}
-        )
         return flags
 
     def _communicator(self, flag: str, ub_name: str, use_fp8: bool):
@@ -363,11 +366,11 @@ class _Linear(ParallelModule):
                 f"{kind}: parameters_split has no weight of its own to accumulate to; leave out "
                 f"fuse_wgrad_accumulation and delay_wgrad_compute, or the split"
             )
-        if isinstance(parameters_split, str) or not isinstance(parameters_split, Iterable) or not parameters_split:
+        several = isinstance(parameters_split, Iterable) and not isinstance(parameters_split, (str, torch.Tensor))
+        if not several or not (names := [*parameters_split]):
             raise TypeError(
                 f"{kind}: parameters_split={parameters_split!r} must be a dict of names and sizes, or a list of names"
             )
-        names = [*parameters_split]
         wrong = [name for name in names if not isinstance(name, str) or "." in name or names.count(name) > 1]
         if wrong or "layer_norm" in names:
             raise ValueError(
@@ -532,11 +535,18 @@ class LayerNormLinear(_Linear):
 
 
 def given(scope: dict) -> dict:
-    """The arguments of the constructor whose locals() these are. Raises TypeError for flags that are no booleans."""
+    """The arguments of the constructor whose locals() these are, which the ranks compare where it is collective.
+
+    Raises TypeError for flags that are no booleans.
+    """
     options = {name: value for name, value in scope.items() if name not in ("self", "__class__")}
-    defaults = inspect.signature(scope["__class__"].__init__).parameters
+    defaults, kind = inspect.signature(scope["__class__"].__init__).parameters, type(scope["self"]).__name__
     flags = [name for name, each in defaults.items() if isinstance(each.default, bool) and options[name] is not None]
-    check_flags(type(scope["self"]).__name__, **{name: options[name] for name in flags})
+    check_flags(kind, **{name: options[name] for name in flags})
+    if arrays := [name for name, value in options.items() if isinstance(value, (torch.Tensor, numpy.ndarray))]:
+        raise TypeError(f"{kind}: {arrays[0]}={reprlib.repr(options[arrays[0]])} must be no array and no tensor")
+    alike = {name: value for name, value in options.items() if name not in OWN and isinstance(value, PLAIN)}
+    registry.note(f"{kind}({options['ub_name']})" if options.get("ub_name") else kind, alike)
     return options
 
 

@@ -1,9 +1,13 @@
 """LayerNorm, RMSNorm and DotProductAttention with TransformerEngine's arguments, for layers that are put together."""
 
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
 import torch
 
-from tkernels.comm.arguments import check_dense
-from tkernels.layers.userbuffers.linear import ParallelModule, divide, given, normalize, refuse
+from tkernels.comm.arguments import check_dense, check_type, whole
+from tkernels.layers.userbuffers.linear import ParallelModule, check_number, divide, given, normalize, refuse
 from tkernels.layers.userbuffers.transformer import AttentionModule
 
 
@@ -31,7 +35,10 @@ class _Norm(ParallelModule):
         shape = hidden_size if normalized_shape is None else normalized_shape
         if shape is None:
             raise ValueError(f"{self.normalization}: there is no shape; pass normalized_shape")
-        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), params_dtype if dtype is None else dtype
+        check_type(f"{self.normalization}: normalized_shape", shape, (Integral, Sequence), "a size or several")
+        sizes, dtype = (shape,) if isinstance(shape, Integral) else shape, params_dtype if dtype is None else dtype
+        shape = tuple(whole(f"{self.normalization}: normalized_shape", size, 1) for size in sizes)
+        check_number(self.normalization, math.inf, eps=eps)
         self._configure()
         self.eps = eps
         marks = {} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}
@@ -107,6 +114,7 @@ class DotProductAttention(AttentionModule):
         self._configure_attention(**options)
         widths = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels,) * 2
         self.widths = tuple(divide(kind, "kv_channels", width, 1) for width in widths)
+        check_type(f"{kind}: softmax_scale", softmax_scale, (Real, type(None)), "a number or None")
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -148,5 +156,11 @@ class DotProductAttention(AttentionModule):
                 raise ValueError(
                     f"{where}: {name}_layer has shape {tuple(part.shape)}; its last dimensions must be "
                     f"({heads[name]}, {width}), this rank's heads and their width"
+                )
+            if part.shape[:2] != query_layer.shape[:2] or part.dtype != query_layer.dtype:
+                raise ValueError(
+                    f"{where}: {name}_layer is {part.dtype} {tuple(part.shape)}, but query_layer {query_layer.dtype} "
+                    f"{tuple(query_layer.shape)}; all must be of one dtype, and of the same tokens, as cross-attention "
+                    f"is not supported"
                 )
         return self._attention(parts.values(), mask, mask_type, layout)

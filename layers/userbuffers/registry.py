@@ -56,7 +56,7 @@ REMOVED_VARIABLES = (
 _ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
 _NOTHING = {"helper": None, "groups": (), "cublasmp": False}
 _state = dict(_NOTHING)
-_left = []  # contexts that destroy_ub has left after a failure, and their groups: other ranks may wait there for this one
+_left = []  # contexts that destroy_ub has left after a failure, where other ranks may wait for this one; their groups
 _noted = contextvars.ContextVar("options of the layers that `constructing` is constructing", default=None)
 
 
@@ -246,6 +246,7 @@ def note(name: str, options: dict) -> None:
 
 def load_ub_cfgs(path: str | os.PathLike) -> dict:
     """A configuration for `ub_cfgs` from a YAML file. Needs PyYAML, which is not installed with this package."""
+    check_type("load_ub_cfgs: path", path, (str, os.PathLike), "a path")
     try:
         import yaml
     except ImportError as error:

@@ -226,6 +226,9 @@ class MultiheadAttention(AttentionModule):
             encoder_output=encoder_output, inference_params=inference_params, **options,
         )  # fmt: skip
         normed = ()
+        if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
+            found = list(hidden_states.shape)
+            raise TypeError(f"MultiheadAttention: the input has shape {found} and must be a tensor of [s, b, hidden]")
         mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
         if self.return_layernorm_output:
             mixed, *normed = mixed
@@ -248,6 +251,8 @@ class MultiheadAttention(AttentionModule):
             query, key, value = (part.unflatten(-1, (-1, width)) for part in (query, key, value))
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            if len(angles) != 2:
+                raise ValueError(f"rotary_pos_emb: it has {len(angles)} tensors; pass one, or a pair")
             query, key = (rotate(*each, self.qkv_format) for each in zip((query, key), angles, strict=True))
         return self._attention((query, key, value), attention_mask, mask_type, self.qkv_format)
 
@@ -389,10 +394,11 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     if angles.device != x.device:
         raise ValueError(f"rotary_pos_emb: the angles are on {angles.device}, but the heads on {x.device}; move them")
     length, features = x.shape[FORMATS.index(layout)], math.inf if angles.dim() == 0 else angles.shape[-1]
-    if angles.dim() != 4 or angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
+    fits = angles.dim() == 4 and angles.shape[1:3] == (1, 1) and angles.shape[0] >= length and features <= x.shape[-1]
+    if not fits or features % 2:
         raise ValueError(
             f"rotary_pos_emb: angles of shape {list(angles.shape)} don't fit {length} positions of heads of "
-            f"{x.shape[-1]} features; they must be [at least {length}, 1, 1, at most {x.shape[-1]}]"
+            f"{x.shape[-1]} features; they must be [at least {length}, 1, 1, an even number of at most {x.shape[-1]}]"
         )
     angles = angles[:length].to(torch.promote_types(angles.dtype, torch.float32))
     angles = angles if layout == "sbhd" else angles.transpose(0, 1)

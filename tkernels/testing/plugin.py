@@ -36,6 +36,7 @@ import os
 import pickle
 import sys
 import unittest
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from unittest import mock
 
@@ -188,8 +189,6 @@ def _unfit(item) -> str | None:
             f"{item.cls.__name__}.{item.name}: @pytest.mark.ranks has no effect in a unittest.TestCase, whose methods "
             "run in one process; make it a function, or a method of a plain class"
         )
-    if inspect.iscoroutinefunction(item.function) or inspect.isasyncgenfunction(item.function):
-        return f"{item.name} is `async def`, which ranks don't run: make it a `def` that calls asyncio.run(...)"
     return None
 
 
@@ -266,7 +265,13 @@ def _run_body(ctx, import_path, module, body, environment) -> tuple[str, str] | 
             else:
                 os.environ[variable] = value
         try:
-            body(**values)
+            made = body(**values)
+            if isinstance(made, (Coroutine, AsyncIterator)):  # also behind a decorator that is none
+                with contextlib.suppress(AttributeError):
+                    made.close()  # else Python warns of it
+                raise TypeError(
+                    f"{function} is `async def`, which ranks don't run: make it a `def` that calls asyncio.run(...)"
+                )
         except pytest.skip.Exception as skipped:
             return "skip", skipped.msg or "skipped"
         except pytest.xfail.Exception as failed:
