@@ -275,7 +275,7 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
           for each, name in ((te.Linear, "parallel_mode"), (te.LayerNormLinear, "normalization"),
                              (te.LayerNormMLP, "activation"), (te.Linear, "symmetric_ar_type"))),
         *((lambda wrong=wrong: te.Linear(8, 8, parameters_split=wrong, **cpu), "(?s)parameters_split=.* must be a dict")
-          for wrong in (x[0, 0], iter(()))),
+          for wrong in (3, iter(()))),
         (lambda: te.load_ub_cfgs(0), "load_ub_cfgs: path=0 must be a path"),
         (lambda: attention(x, rotary_pos_emb=torch.ones(3, 1, 1, 4, device="meta")), "angles are on meta, but the"),
         *((lambda wrong=wrong, each=each: each(wrong), message) for each in (layer, attention, te.Linear(8, 8, **cpu))

@@ -366,7 +366,7 @@ class _Linear(ParallelModule):
                 f"{kind}: parameters_split has no weight of its own to accumulate to; leave out "
                 f"fuse_wgrad_accumulation and delay_wgrad_compute, or the split"
             )
-        several = isinstance(parameters_split, Iterable) and not isinstance(parameters_split, (str, torch.Tensor))
+        several = isinstance(parameters_split, Iterable) and not isinstance(parameters_split, str)
         if not several or not (names := [*parameters_split]):
             raise TypeError(
                 f"{kind}: parameters_split={parameters_split!r} must be a dict of names and sizes, or a list of names"
