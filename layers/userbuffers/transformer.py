@@ -226,7 +226,7 @@ class MultiheadAttention(AttentionModule):
             encoder_output=encoder_output, inference_params=inference_params, **options,
         )  # fmt: skip
         normed = ()
-        if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
+        if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3 and not hidden_states.is_nested:
             found = list(hidden_states.shape)
             raise TypeError(f"MultiheadAttention: the input has shape {found} and must be a tensor of [s, b, hidden]")
         mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
