@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import tkernels
 from tkernels import layers
-from tkernels.comm import MismatchError, TkernelsError
-from tkernels.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tkernels.comm import MismatchError, TkernelsError, as_context
+from tkernels.layers import ColumnParallelLinear, OverlappedDDP, ParallelMLP, RowParallelLinear, ZeroOptimizer
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 
@@ -553,6 +553,47 @@ def test_column_parallel_linear_tells_the_optimizer_of_wholes_whose_gradients_di
     layer.scale.tensor_model_parallel = True
     optimizer.param_groups[0]["params"] = [*layer.parameters()]  # as what flattens parameters does, names aside
     optimizer.step()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("system", ["ZeroOptimizer", "OverlappedDDP"])
+def test_zero_optimizer_and_overlapped_ddp_in_shards_tell_of_wholes_whose_gradients_differ(ctx, system):
+    """By each rank's pieces, which are no others' where the parts of a layer differ in size."""
+    mesh = init_device_mesh(ctx.device.type, (ctx.size // 2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], as_context(mesh["tp"])
+    x = normal((5, 8), torch.float32, 1 + dp.get_local_rank()).to(ctx.device)
+
+    def warned(way=lambda scale: scale, uneven=False):
+        model = ByHand(tp, way)
+        if uneven:
+            model.more = ColumnParallelLinear(8, 5, mesh=tp)
+        if system == "ZeroOptimizer":
+            call = model
+            optimizer = ZeroOptimizer(
+                model.named_parameters(), torch.optim.SGD, lr=1e-4, mesh=dp, tensor_parallel=tp, bucket_bytes=64,
+                partition="elements",
+            )  # fmt: skip
+        else:
+            call = OverlappedDDP(model, mesh=dp, overlap_param_gather=True, bucket_size=16)
+            optimizer = torch.optim.SGD(call.owned_parameters(), 1e-4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                y = call(x)
+                (y.square().sum() + (model.more(x).square().sum() if uneven else 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (call if system == "OverlappedDDP" else optimizer).remove()
+        return [str(each.message) for each in caught if ".step: the gradients of" in str(each.message)]
+
+    read = functools.partial(layers.copy_to_tensor_model_parallel_region, mesh=tp)
+    assert not warned(read) and not warned(read, uneven=True)
+    for uneven in (False, True):
+        found = tp.group.gather(warned(uneven=uneven))
+        assert found[0] == found[1]
+        about = {text.partition(" differ")[0].rpartition(" of ")[2].partition("[")[0] for text in found[0]}
+        found = ctx.group.gather(about)
+        assert set().union(*found) == {"scale"}, found
 
 
 @pytest.mark.ranks(2)

@@ -63,6 +63,7 @@ from tkernels.layers.owners import (
     remove_owners,
     weakly,
 )
+from tkernels.layers.tensor_parallel.replica_check import Trained
 
 
 class State(enum.Enum):
@@ -579,12 +580,20 @@ class OverlappedDDP(nn.Module):
         among `shards`. It counts replicated parameters on the first tensor-parallel rank alone.
         """
         device, split = self.buckets[0].grads.slot.tensor.device, any(map(is_split, self.bucket_of))
-        parts = [part for bucket in self.buckets if bucket.owned[0] in shards for part in bucket.parts()]
+        parts = [part for bucket in self.buckets if bucket.owned[0] in shards for part in bucket.pieces()]
         across = tensor_parallel if split else None  # which may be the ranks that shards are over
-        total = squared_norm((grad for param, grad in parts if counts(param, across)), device)
+        total = squared_norm((grad for param, grad, _ in parts if counts(param, across)), device)
         if self.sharded:
             self.levels.inside.all_reduce(total)
         return total if split or tensor_parallel is None or tensor_parallel.rank == 0 else torch.zeros_like(total)
+
+    def pieces_of(self, shard: nn.Parameter) -> list[Trained] | None:
+        """The parameters of a shard's bucket, with this rank's pieces of their gradients; None for what is no shard."""
+        bucket = next((bucket for bucket in self.buckets if self.sharded and bucket.owned[0] is shard), None)
+        return bucket and [
+            Trained.piece(self._name_of(parameter), parameter, grad, *piece)
+            for parameter, grad, piece in bucket.pieces()
+        ]
 
     # What is refused
 

@@ -232,13 +232,12 @@ class ParamBucket:
         self._taken = {owned for owned in self.owned if owned.grad is not None}
         self.drop()
 
-    def parts(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters of which this rank's shard has a part, each with that part of its gradient."""
+    def pieces(self) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, int]]]:
+        """All parameters, each with the part of its gradient that this rank's shard has, and which elements that is."""
         pieces = [self.layout.piece(index, self.levels.shard) for index in range(len(self.parameters))]
         return [
-            (parameter, parameter.main_grad.view(-1)[first:last])
+            (parameter, parameter.main_grad.view(-1)[first:last], (first, last))
             for parameter, (first, last) in zip(self.parameters, pieces, strict=True)
-            if first < last
         ]
 
     def reduce(self):

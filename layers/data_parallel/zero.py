@@ -43,6 +43,7 @@ from tkernels.layers.owners import (
     parameters_of,
     remove_owners,
 )
+from tkernels.layers.tensor_parallel.replica_check import Trained, check_step
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 REFRESH = "call refresh_masters() after such a change, on all ranks"
@@ -328,9 +329,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for piece in self._pieces:
                     piece.sharded.grad = piece.total if piece.whole in used else None
                 self.optimizer.step()
+                check_step("ZeroOptimizer.step", self._engine, self._trained)
         if not self.skipped:
             self._publish()
         return loss
+
+    def _trained(self) -> list[Trained]:
+        """All trained parameters, with this rank's pieces of their gradients."""
+        return [
+            Trained.piece(self._names[parameter], parameter, piece.sharded.grad, piece.start, piece.stop)
+            for parameter, piece in self._engine.piece_of.items()
+        ]
 
     def _exchange(self) -> tuple[set, torch.Tensor]:
         """The parameters that some rank has used, and the norm of the mean of all gradients.

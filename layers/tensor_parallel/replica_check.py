@@ -5,6 +5,7 @@ differ drift apart.
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -365,36 +366,61 @@ class ReplicaCheck:
 _steps = weakref.WeakKeyDictionary()  # how many each optimizer has made
 
 
+class Trained(NamedTuple):
+    """A model's parameter that an optimizer has stepped with, and its gradient, None if it has had none.
+
+    cut: whether `grad` is that of a piece, which other ranks may have cut otherwise; the name says which.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    grad: torch.Tensor | None
+    cut: bool = False
+
+    @classmethod
+    def piece(cls, name: str, parameter: torch.Tensor, grad: torch.Tensor | None, start: int, stop: int) -> "Trained":
+        """Of elements `start` to `stop`, or of none."""
+        if stop - start == parameter.numel():
+            return cls(name, parameter, grad)
+        return cls(f"{name}[{start}:{stop}]", parameter, grad if start < stop else None, True)
+
+
 @register_optimizer_step_post_hook  # the sum may be made in the step, or in a hook of it
 @torch._disable_dynamo
-@torch.no_grad()
 def _check_step(optimizer, *_):
-    """Collective after steps 1, 2, 4 and 8 of an optimizer that has parts of layers, or what ReplicaCheck leaves to it.
+    check_step(f"{type(optimizer).__name__}.step", optimizer, functools.partial(_trained_by, optimizer))
 
+
+@torch.no_grad()
+def check_step(step: str, optimizer, trained: Callable[[], list[Trained]]):
+    """Look at the gradients that an optimizer has stepped with.
+
+    Collective after steps 1, 2, 4 and 8 of an optimizer that has parts of layers, or what ReplicaCheck leaves to it.
     Raises MismatchError where nobody has summed the gradients of these: ranks train different values. It warns of
     gradients of others, of which ranks may have their own in a model that parallelize has not seen.
+
+    optimizer: by which steps are counted.
     """
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if count > 8 or count & (count - 1):
         return
-    marked, parameters = {}, parameters_of(optimizer)
-    for parameter in parameters:
-        if unsummed := getattr(parameter, _UNSUMMED, None):
-            marked.setdefault(unsummed.context, {})[unsummed.name] = parameter
-    parts = {getattr(each, RANKS, None) for each in parameters if is_split(each)} - {None}
-    step = f"{type(optimizer).__name__}.step"
+    trained, marked = trained(), {}
+    for each in trained:
+        if not each.cut and (unsummed := getattr(each.parameter, _UNSUMMED, None)):
+            marked.setdefault(unsummed.context, {})[unsummed.name] = each.parameter
+    parts = {getattr(each.parameter, RANKS, None) for each in trained if is_split(each.parameter)} - {None}
     for ctx in open_contexts() if marked or parts else ():
         if ctx.capturing:
             continue
         if ctx.name in marked:
             _compare_marked(ctx, step, marked[ctx.name])
         if parts == {ctx.name}:
-            _compare_wholes(ctx, step, _named(optimizer))
+            _compare_wholes(ctx, step, trained)
 
 
 def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
     """Collective. Raises MismatchError for gradients that differ; others are not compared again."""
-    found = _gathered(ctx, step, marked)
+    found = _gathered(ctx, step, {name: gradient_of(parameter) for name, parameter in marked.items()})
     if differing := _differing(found):
         raise MismatchError(
             f"{step}: the gradients of {listed(differing)} differ between ranks, so these part. They are marked "
@@ -405,10 +431,10 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
         delattr(marked[name], _UNSUMMED)
 
 
-def _compare_wholes(ctx: Context, step: str, parameters: dict[str, torch.Tensor]):
+def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
     """Collective. Warns of gradients that differ, of parameters that are no parts."""
-    wholes = {name: each for name, each in parameters.items() if not (is_split(each) or _is_over(each, ctx))}
-    found = _gathered(ctx, step, wholes)
+    wholes = [each for each in trained if not (is_split(each.parameter) or _is_over(each.parameter, ctx))]
+    found = _gathered(ctx, step, {each.name: each.grad for each in wholes}, {each.name for each in wholes if each.cut})
     if (factors := _factors(found)) is not None:
         warnings.warn(
             f"{step}: the gradients of what ranks have in common differ between them by a factor, "
@@ -428,35 +454,41 @@ def _compare_wholes(ctx: Context, step: str, parameters: dict[str, torch.Tensor]
         )
 
 
-def _gathered(ctx: Context, step: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Collective. Summaries of gradients, as `_judgeable` has them."""
-    grads = {name: gradient_of(parameter) for name, parameter in parameters.items()}
+def _gathered(ctx: Context, step: str, grads: dict, cut: set[str] = frozenset()) -> dict[str, torch.Tensor]:
+    """Collective. Summaries of gradients, by name, as `_judgeable` has them; of pieces, if all ranks have cut them so.
+
+    cut: the names of pieces.
+    """
     grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
     dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided and grad.numel()}
     summaries = {name: _summary(grad).tolist() for name, grad in dense.items()}
     try:
-        return _judgeable(ctx.group.gather(summaries, step, ctx.timeout_s))
+        by_rank = ctx.group.gather(summaries, step, ctx.timeout_s)
     except OutOfStepError as error:
         raise TkernelsError(
             f"{error}. Ranks that have parts of the same layers step together; torch.amp.GradScaler skips the step of "
             f"one alone, where torch's ShardedGradScaler(process_group=...) skips that of all"
         ) from error
+    found = _judgeable(by_rank)
+    return {name: each for name, each in found.items() if name not in cut or all(name in theirs for theirs in by_rank)}
 
 
-def _named(optimizer) -> dict[str, torch.Tensor]:
-    """An optimizer's parameters by the names that it was given, else by their number and shape."""
+def _trained_by(optimizer) -> list[Trained]:
+    """An optimizer's parameters by the names that it was given, else by number and shape; of shards, the pieces."""
     given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     parameters = parameters_of(optimizer)
     if len(given) != len(parameters):
         given = [f"parameter {number} {[*each.shape]}" for number, each in enumerate(parameters)]
-    return dict(zip(given, parameters, strict=True))
+    found = []
+    for name, parameter in zip(given, parameters, strict=True):
+        pieces_of = getattr(owner_of(parameter), "pieces_of", lambda _: None)
+        found += pieces_of(parameter) or [Trained(name, parameter, gradient_of(parameter))]
+    return found
 
 
 def _is_over(parameter: torch.Tensor, ctx: Context) -> bool:
-    """Whether a parameter is a DTensor over several of these ranks, or a shard, which has an owner."""
-    if not isinstance(parameter, DTensor):
-        return any(parameter is shard for shard in getattr(owner_of(parameter), "shards", ()))
-    return num_ranks_of(parameter, ctx) > 1
+    """Whether a parameter is a DTensor over several of these ranks."""
+    return isinstance(parameter, DTensor) and num_ranks_of(parameter, ctx) > 1
 
 
 def _differentiable(output) -> torch.Tensor | None:
