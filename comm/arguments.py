@@ -4,6 +4,7 @@ import math
 import operator
 import os
 import reprlib
+from collections.abc import Iterable
 
 import torch
 
@@ -51,6 +52,13 @@ def check_type(what: str, value, kind: type | tuple[type, ...], words: str):
     """Raise TypeError unless `value` is of `kind`, which `words` describe."""
     if not isinstance(value, kind):
         raise TypeError(f"{what}={reprlib.repr(value)} must be {words}")
+
+
+def several(what: str, value, words: str) -> list:
+    """The elements of an iterable, which `words` describe. Raises TypeError for anything else, also for a tensor."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, Iterable):
+        raise TypeError(f"{what}={reprlib.repr(value)} must be {words}")
+    return [*value]
 
 
 def check_torch_dtype(what: str, value):

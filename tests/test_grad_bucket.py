@@ -439,6 +439,9 @@ def test_grad_bucket_refuses_what_are_no_functions_streams_and_sums_by_name():
     ):
         with pytest.raises(TypeError, match=f"GradBucket: {message}"):
             bucket(**options)
+    for device in (3.5, [1], "meta"):
+        with pytest.raises(ValueError, match="GradBucket: device=.* is none that buffers can be on"):
+            bucket(reduce=abs, device=device)
     with pytest.raises(TypeError, match="GradBucket.finish: stream='comm' must be a stream"):
         bucket(reduce=abs).finish("comm")
     without = bucket(reduce=lambda flat: None, deliver=lambda reduced, slices: None)

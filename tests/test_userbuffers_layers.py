@@ -270,6 +270,12 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
           for wrong, message in ((-3, "normalized_shape=-3 must be at least 1"), (2.5, "2.5 must be a size or several"),
                                  ((2, "x"), "normalized_shape='x' must be a whole number"))),
         (lambda: te.RMSNorm(8, eps="x", **cpu), "RMSNorm: eps='x' must be a number"),
+        (lambda: te.LayerNormMLP(8, 8, output_layer_init_method=3, **cpu), "output_layer_init_method=3 must be a func"),
+        (lambda: te.Linear(8, 8, ub_name=3, **cpu), "Linear: ub_name=3 must be a name or None"),
+        (lambda: te.Linear(8, 8, device=10**30), "Linear: device=10+ is none that parameters can be on"),
+        (lambda: attention(x, checkpoint_core_attention=x), "(?s)checkpoint_core_attention=.* must be True or False"),
+        (lambda: attention(x, core_attention_bias_type=x.numpy()), "core_attention_bias_type is not supported"),
+        (lambda: te.Linear(8, 8, **cpu)(x, rows=x[0, 0, 0]), "rows=tensor.* must be every rank's number of rows"),
         (lambda: te.Linear(8, 8, **cpu)(x.double()), "the input is torch.float64, but the weight torch.float32"),
         *((lambda name=name, each=each: each(8, 8, **{name: x.numpy()}, **cpu), f"(?s){name}=.* must be no array")
           for each, name in ((te.Linear, "parallel_mode"), (te.LayerNormLinear, "normalization"),
@@ -900,7 +906,7 @@ def test_queries_and_keys_are_rotated_by_their_positions(ctx):
     half = angles(S, width // 2, device=ctx.device)
     assert (layer(x, rotary_pos_emb=(half, half)) - rotated).abs().max() > 0.001
     for wrong in (table[: S - 1], angles(S, 2 * width, device=ctx.device), table[:, 0]):
-        with pytest.raises(ValueError, match=rf"rotary_pos_emb: .* must be \[at least {S}, 1, 1, at most {width}\]"):
+        with pytest.raises(ValueError, match=rf"rotary_pos_emb: .* \[at least {S}, 1, 1, an even .* at most {width}\]"):
             layer(x, rotary_pos_emb=wrong)
 
 

@@ -15,6 +15,7 @@ import warnings
 import weakref
 import zlib
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -852,6 +853,10 @@ def test_zero_optimizer_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
     alone.finalize()
 
 
+def makes_nothing(*_, **options):
+    return None
+
+
 REFUSED = {
     "stage=3 is unknown; use 1 or 2": {"stage": 3},
     "stage=2.0 is unknown; use 1 or 2": {"stage": 2.0},
@@ -861,6 +866,7 @@ REFUSED = {
     "a parameter is not initialized, as a lazy module's": {"params": lambda p: nn.LazyLinear(4).parameters()},
     "backend='nccl' is unknown": {"backend": "nccl"},
     "bucket_bytes=0 must be positive": {"bucket_bytes": 0},
+    "loss_scale=1e+60 is more than fp32 can hold": {"loss_scale": 10**60},
     "needs overlap_comm=True": {"overlap_comm": False, "overlap_gather": nn.Linear(1, 1)},
     "pass partition='parameters'": {"optimizer_class": functools.partial(torch.optim.Adafactor, lr=1e-2)},
     "LBFGS": {"optimizer_class": torch.optim.LBFGS},
@@ -907,6 +913,11 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         ("overlap_comm='no' must be True or False", {"overlap_comm": "no"}),
         ("bucket_bytes=2.5 must be a number", {"bucket_bytes": 2.5}),
         ("max_norm='x' must be a number", {"max_norm": "x"}),
+        ("max_norm=tensor.* must be a number", {"max_norm": torch.ones(3)}),
+        ("loss_scale=tensor.* must be a number", {"loss_scale": torch.ones(3)}),
+        ("backend=array.* must be a name", {"backend": np.ones(3)}),
+        ("optimizer_class=makes_nothing made a NoneType, which is no", {"optimizer_class": makes_nothing}),
+        ("params=tensor.* must be parameters, or groups of them", {"params": torch.ones(())}),
         ("takes a Context", {"tensor_parallel": "tp"}),
         ("parameter=3 must be a tensor", {"params": [3]}),
         ("a param group is a dict with params, not {}", {"params": [{}]}),

@@ -180,10 +180,10 @@ def _tensors(ctx: Context, dtype: torch.dtype, scales, home: Home) -> dict[str, 
         return {}
     found = {}
     for name, scale in vars(given(MatmulQuantizationScales, scales)).items():
+        what = f"quantization_scales: {name}"
         if isinstance(scale, (int, float)):
-            scale = torch.full((1,), scale, dtype=torch.float32, device=ctx.device)
+            scale = torch.full((1,), real(what, scale), dtype=torch.float32, device=ctx.device)
         elif scale is not None:
-            what = f"quantization_scales: {name}"
             scale = bring(ctx, {what: scale}, home)[1][what]
             if scale.dtype != torch.float32 or scale.shape not in ((), (1,)):
                 raise ValueError(

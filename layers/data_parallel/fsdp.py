@@ -59,6 +59,7 @@ class FullyShard(nn.Module):
                 names = ", ".join(kind.__name__ for kind in (units if isinstance(units, tuple) else (units,)))
                 raise ValueError(f"FullyShard: no module is a unit: none is of the types {names}")
             whole("FullyShard: copies", copies, 1)
+            check_type("FullyShard: strategy", strategy, str, "a name")
             if strategy == "parameters":  # with the others all that is gathered stays so
                 _warn_of_a_forgotten_class(module, units)
         options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=grad_dtype), "strategy": strategy}

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.arguments import check_flags, check_type, whole
+from tkernels.comm.arguments import check_flags, check_type, several, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
@@ -338,7 +338,8 @@ def _sharded_class(kind: type) -> type:
 def ranks_of(mesh, strategy: str) -> DataParallelRanks:
     if mesh is None:
         mesh = init_device_mesh(torch._C._get_accelerator().type, (dist.get_world_size(),))
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and strategy != "replicate":
+    replicate = isinstance(strategy, str) and strategy == "replicate"  # any other word is yet to be refused
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and not replicate:
         if mesh.mesh_dim_names is None:
             raise ValueError("fully_shard: a mesh of two dimensions, (replicas, shards), needs names: mesh_dim_names=")
         replica, shard = (as_context(mesh[name]) for name in mesh.mesh_dim_names)
@@ -346,7 +347,7 @@ def ranks_of(mesh, strategy: str) -> DataParallelRanks:
     ctx = as_context(mesh, "fully_shard: mesh")
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
-    if strategy == "replicate":
+    if replicate:
         return DataParallelRanks(mesh, (Replicate(),), replica=ctx)
     return DataParallelRanks(mesh, (Shard(0),), ctx)
 
@@ -375,8 +376,8 @@ def _check_policy(policy: MixedPrecisionPolicy):
 
 
 def _ignored(parameters) -> set[nn.Parameter]:
-    check_type("fully_shard: ignored_params", parameters, Iterable | None, "parameters, as module.parameters() gives")
-    ignored = [] if parameters is None else [*parameters]
+    words = "parameters, as module.parameters() gives, or None"
+    ignored = [] if parameters is None else several("fully_shard: ignored_params", parameters, words)
     for each in ignored:
         check_type("fully_shard: one of ignored_params", each, nn.Parameter, "an nn.Parameter, not its name")
     if isinstance(parameters, Iterator) and not ignored:

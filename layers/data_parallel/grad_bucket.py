@@ -82,8 +82,8 @@ class GradBucket:
         device: torch.device | str = "cpu",
         dev=None,
     ):
-        for name, value in (("capacity", capacity), ("copies", copies), ("ranks", ranks)):
-            whole(f"GradBucket: {name}", value, 1)
+        named = (("capacity", capacity), ("copies", copies), ("ranks", ranks))
+        capacity, copies, ranks = (whole(f"GradBucket: {name}", value, 1) for name, value in named)
         check_torch_dtype("GradBucket: dtype", dtype)
         if not dtype.is_floating_point:
             raise TypeError(f"GradBucket: sums floating-point gradients, not {dtype}")
@@ -91,7 +91,10 @@ class GradBucket:
         check_type("GradBucket: reduce", reduce, Callable, "a function of a fill")
         check_type("GradBucket: deliver", deliver, Callable | None, "a function of the sum and its slices, or None")
         self.capacity, self.dtype, self.ranks, self.average = capacity, dtype, ranks, average
-        self.dev = dev if dev is not None else torch.get_device_module(device)
+        try:
+            self.dev = dev if dev is not None else torch.get_device_module(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"GradBucket: device={device!r} is none that buffers can be on: {error}") from None
         check_dev("GradBucket", self.dev)
         self.comm_stream = self.dev.current_stream() if comm_stream is None else comm_stream
         check_stream("GradBucket: comm_stream", self.comm_stream)

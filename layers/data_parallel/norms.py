@@ -39,6 +39,7 @@ def sum_of_squares(norms: list[torch.Tensor], device: torch.device) -> torch.Ten
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor for gradients of this norm, by torch's formula."""
+    max_norm = max_norm if isinstance(max_norm, torch.Tensor) else float(max_norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

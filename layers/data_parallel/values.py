@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from tkernels.comm.arguments import check_tensors, several
 from tkernels.comm.fence import EventCompletion, capturing, current_stream
 from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.wire import Wire
@@ -117,8 +118,9 @@ def ensure_params_ready(params):
     Does nothing for parameters of which nobody updates a part. Raises LeaseError if their gather has not been started,
     and if it never will be, as their OverlappedDDP is gone.
     """
-    params = list(params)
+    params = several("ensure_params_ready: params", params, "parameters, as a module's parameters() gives them")
     for param in params:
+        check_tensors("ensure_params_ready", param=param)
         check_whole(param)
     for values in _values_of(params):
         values.ready()

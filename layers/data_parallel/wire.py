@@ -27,7 +27,7 @@ def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wir
     """
     if isinstance(backend, Wire):
         return backend
-    if backend == "torch":
+    if isinstance(backend, str) and backend == "torch":
         return TorchWire(group_of(mesh, f"{caller}: mesh"))
     return TkernelsWire(as_context(mesh, f"{caller}: mesh"))
 

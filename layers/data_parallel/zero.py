@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
-from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type
+from tkernels.comm.arguments import check_flags, check_tensors, check_torch_dtype, check_type, real, several
 from tkernels.comm.collectives import announce, barrier
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, listed
@@ -176,6 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _check_parts(self.ctx, contexts, self._names)
         if tensor_parallel is not None:
             _check_partial(self.ctx, self._tensor_parallel, contexts, self._names)
+        loss_scale = float(loss_scale) if isinstance(loss_scale, Real) else loss_scale
         self.stage, self.max_norm, self._dynamic = stage, max_norm, loss_scale == "dynamic"
         self.loss_scale, self._steps_at_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale, 0
         self.grad_norm, self.skipped = None, False
@@ -220,6 +221,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except Exception:  # a refusal, perhaps of an option: nobody is to take the gradients then
             self.remove()
             raise
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            self.remove()
+            raise TypeError(
+                f"ZeroOptimizer: optimizer_class={asked['optimizer_class']} made a {type(self.optimizer).__name__}, "
+                f"which is no torch.optim.Optimizer"
+            )
         # In place of the base's __init__, which would make groups and state of its own: only its hooks.
         super().__setstate__({})
         _live.add(self)
@@ -558,8 +565,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _param_groups(params) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, MeshLike]]:
     """Groups with lists of parameters; names of all of them, in order; the mesh of those that require gradients."""
-    check_type("ZeroOptimizer: params", params, Iterable, "parameters, or groups of them, as torch's optimizers take")
-    groups, names, meshes = list(params), {}, {}
+    groups = several("ZeroOptimizer: params", params, "parameters, or groups of them, as torch's optimizers take")
+    names, meshes = {}, {}
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     result = []
@@ -607,17 +614,21 @@ def _check(ctx: Context, asked: dict, kind: str | None):
 
     kind: of the optimizer, see not_elementwise.
     """
+    with ctx.group.checking():  # before they are compared: anything can be passed
+        check_type("ZeroOptimizer: backend", asked["backend"], str, "a name")
+        for name, values in CHOICES.items():
+            if type(asked[name]) is not type(values[0]) or asked[name] not in values:
+                choices = " or ".join(map(repr, values))
+                raise ValueError(f"ZeroOptimizer: {name}={asked[name]!r} is unknown; use {choices}")
+        for name in ("bucket_bytes", "max_norm", "loss_scale"):
+            value = asked[name]
+            dynamic = name == "loss_scale" and isinstance(value, str) and value == "dynamic"
+            if dynamic or value is None and name != "bucket_bytes":
+                continue
+            check_type(f"ZeroOptimizer: {name}", value, Integral if name == "bucket_bytes" else Real, "a number")
+            if not real(f"ZeroOptimizer: {name}", value) > 0:
+                raise ValueError(f"ZeroOptimizer: {name}={value} must be positive")
     ctx.group.check_alike("ZeroOptimizer", "options", asked, "all must pass the same")
-    for name, values in CHOICES.items():
-        if type(asked[name]) is not type(values[0]) or asked[name] not in values:
-            raise ValueError(f"ZeroOptimizer: {name}={asked[name]!r} is unknown; use {' or '.join(map(repr, values))}")
-    for name in ("bucket_bytes", "max_norm", "loss_scale"):
-        value = asked[name]
-        if name != "bucket_bytes" and value is None or name == "loss_scale" and value == "dynamic":
-            continue
-        check_type(f"ZeroOptimizer: {name}", value, Integral if name == "bucket_bytes" else Real, "a number")
-        if not value > 0:
-            raise ValueError(f"ZeroOptimizer: {name}={value} must be positive")
     if asked["overlap_gather"] and not asked["overlap_comm"]:
         raise ValueError("ZeroOptimizer: overlap_gather needs overlap_comm=True: without it there is no other stream")
     if kind == "LBFGS":

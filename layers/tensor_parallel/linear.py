@@ -72,7 +72,7 @@ def check_place(kind: str, device, dtype):
             raise TypeError(f"{kind}: dtype={dtype} has no gradient; parameters are of a floating-point dtype")
     try:
         torch.empty(0, device=device, dtype=dtype)
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{kind}: device={device!r} is none that parameters can be on: {error}") from None
 
 

@@ -138,7 +138,7 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
             continue
         _check_hits(pattern, hits, modules, matched)
         each = WORDS.get(word) if isinstance(word, str) else word
-        if word == LATENT_KEYS:
+        if isinstance(word, str) and word == LATENT_KEYS:
             each = _latent_keys(model, pattern)
         if not isinstance(each, ParallelStyle):
             unknown[pattern] = word

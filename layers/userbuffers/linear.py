@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tkernels.comm.arguments import LARGEST, check_dense, check_flags, check_type, whole
+from tkernels.comm.arguments import LARGEST, check_dense, check_flags, check_type, several, whole
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
@@ -66,7 +66,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
     def _configure(
         self, tp_group=None, tp_size=1, sequence_parallel=False, fuse_wgrad_accumulation=False,
         delay_wgrad_compute=False, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None,
-        symmetric_ar_type=None, name=None, **_,
+        symmetric_ar_type=None, name=None, output_layer_init_method=None, **_,
     ):  # fmt: skip
         """Take of a constructor's arguments those that all layers have."""
         self.name, name = name, type(self).__name__
@@ -80,7 +80,10 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             asked, tp_size, tp_group = tp_size, group.size, group.process_group
             if asked not in (1, tp_size):
                 raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
-        for option, value in (("init_method", init_method), ("get_rng_state_tracker", get_rng_state_tracker)):
+        for option, value in (
+            ("init_method", init_method), ("output_layer_init_method", output_layer_init_method),
+            ("get_rng_state_tracker", get_rng_state_tracker),
+        ):  # fmt: skip
             check_type(f"{name}: {option}", value, (Callable, type(None)), "a function or None")
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
@@ -273,7 +276,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
                 self._float8[ub_name, scaling] = float8.LayerScaling(scaling)
             quantizers = self._float8[ub_name, scaling].for_call(weights)
         if rows is not None:
-            check_type(f"{type(self).__name__}: rows", rows, Iterable, "every rank's number of rows")
+            rows = several(f"{type(self).__name__}: rows", rows, "every rank's number of rows")
             rows = [whole(f"{type(self).__name__}: rows", n) * inner for n in rows]
         flow = self._flow(mode, x.shape[:-1].numel(), rows, flags, ub_name, dtype)
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
@@ -335,6 +338,7 @@ class _Linear(ParallelModule):
     ):  # fmt: skip
         self._configure(**options)
         kind, mode = type(self).__name__, parallel_mode
+        check_type(f"{kind}: ub_name", ub_name, (str, type(None)), "a name or None")
         self.parallel_mode, self.use_bias, self.return_bias, self.ub_name = mode, bias, return_bias, ub_name
         if mode not in ("column", "row", None):
             raise ValueError(f"{kind}: parallel_mode={mode!r} must be 'column', 'row' or None")
@@ -366,8 +370,8 @@ class _Linear(ParallelModule):
                 f"{kind}: parameters_split has no weight of its own to accumulate to; leave out "
                 f"fuse_wgrad_accumulation and delay_wgrad_compute, or the split"
             )
-        several = isinstance(parameters_split, Iterable) and not isinstance(parameters_split, str)
-        if not several or not (names := [*parameters_split]):
+        listing = isinstance(parameters_split, Iterable) and not isinstance(parameters_split, str)
+        if not listing or not (names := [*parameters_split]):
             raise TypeError(
                 f"{kind}: parameters_split={parameters_split!r} must be a dict of names and sizes, or a list of names"
             )
@@ -593,7 +597,7 @@ def divide(kind: str, what: str, size: int, parts: int) -> int:
         raise ValueError(f"{kind}: {what}={size!r} must be a positive integer, no larger than torch can count")
     if size % parts:
         raise ValueError(f"{kind}: {what}={size} doesn't divide by {parts}; pad it, or use fewer ranks")
-    return size // parts
+    return int(size) // parts
 
 
 def refuse(where: str, **options):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tkernels.comm.arguments import check_dense, check_type
+from tkernels.comm.arguments import check_dense, check_flags, check_type
 from tkernels.layers.userbuffers.linear import (
     LayerNormLinear,
     Linear,
@@ -225,6 +225,7 @@ class MultiheadAttention(AttentionModule):
             "MultiheadAttention.forward", attn_mask_type, attention_mask, window_size, self.qkv_format,
             encoder_output=encoder_output, inference_params=inference_params, **options,
         )  # fmt: skip
+        check_flags("MultiheadAttention.forward", checkpoint_core_attention=checkpoint_core_attention)
         normed = ()
         if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3 and not hidden_states.is_nested:
             found = list(hidden_states.shape)
@@ -391,6 +392,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
         first half is rotated with feature i of the second half; the features beyond these are unchanged.
     """
     check_type("rotary_pos_emb: angles", angles, torch.Tensor, "a tensor, or a pair of them")
+    check_dense("rotary_pos_emb", angles=angles)
     if angles.device != x.device:
         raise ValueError(f"rotary_pos_emb: the angles are on {angles.device}, but the heads on {x.device}; move them")
     length, features = x.shape[FORMATS.index(layout)], math.inf if angles.dim() == 0 else angles.shape[-1]
@@ -427,7 +429,7 @@ def check_inputs(where: str, **options):
     for name, value in options.items():
         if name not in REFUSED_INPUTS:
             raise TypeError(f"{where}: there is no argument {name!r}")
-        if value is not None and (isinstance(value, torch.Tensor) or value not in REFUSED_INPUTS[name]):
+        if value is not None and not (isinstance(value, (str, bool)) and value in REFUSED_INPUTS[name]):
             raise ValueError(f"{where}: {name} is not supported; leave it out")
 
 
