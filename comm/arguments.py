@@ -38,7 +38,7 @@ def real(what: str, value) -> float:
     what: its name, for errors. Raises TypeError for anything else, ValueError for a finite one that fp32 can't hold.
     """
     try:
-        number = None if isinstance(value, (str, bytes)) else float(value)  # which float() would read
+        number = None if isinstance(value, (str, bytes, bytearray)) else float(value)  # which float() would read
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
         number = None
     if number is None:

@@ -113,6 +113,11 @@ def leave(context) -> bool:
     return left is not None
 
 
+def is_abandoned(context) -> bool:
+    """Whether no `init` has freed its memory since it was abandoned."""
+    return context in _abandoned
+
+
 def abandon(context):
     """Leave the memory of a context that is not open any more to an `init` over the same ranks."""
     _abandoned.append(context)
@@ -123,7 +128,7 @@ def let_go(context):
 
     For who meets next over other ranks. All that have left it so must call it, and none that waits.
     """
-    if context in _abandoned and context.group.alive:
+    if is_abandoned(context) and context.group.alive:
         meet(Group(context.group.process_group), INIT, once=True)
 
 

@@ -588,6 +588,22 @@ def test_zero_optimizer_and_overlapped_ddp_in_shards_tell_of_wholes_whose_gradie
 
     read = functools.partial(layers.copy_to_tensor_model_parallel_region, mesh=tp)
     assert not warned(read) and not warned(read, uneven=True)
+    for features in (7, 9, 11):  # of which ranks cut what they have in common in other places
+        torch.manual_seed(0)
+        up, down = ColumnParallelLinear(8, features, mesh=tp), RowParallelLinear(features, 8, mesh=tp)
+        model = nn.Sequential(nn.LayerNorm(8), up, down, nn.LayerNorm(8)).to(ctx.device)
+        if system == "ZeroOptimizer":
+            call = optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, mesh=dp, bucket_bytes=256)
+        else:
+            call = OverlappedDDP(model, mesh=dp, overlap_param_gather=True, bucket_size=64)
+            optimizer = torch.optim.SGD(call.owned_parameters(), 0.1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*the gradients of")
+            for _ in range(2):
+                (model if call is optimizer else call)(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        call.remove()
     for uneven in (False, True):
         found = tp.group.gather(warned(uneven=uneven))
         assert found[0] == found[1]

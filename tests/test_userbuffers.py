@@ -781,6 +781,18 @@ def test_initialize_ub_works_again_after_a_rank_has_left_a_call(ctx, monkeypatch
         te.destroy_ub()
         del context
     te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
+    if ctx.rank == 0:
+        with pytest.raises(tkernels.WaitTimeoutError):
+            gathers(te.get_ub("qkv_fprop"), ctx)
+            te.get_ub("qkv_fprop").context.check()
+        te.destroy_ub()
+    else:
+        time.sleep(3)
+    with pytest.raises(RuntimeError, match="already initialized. Call destroy_ub"):  # on rank 1
+        te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
+    with contextlib.suppress(tkernels.WaitTimeoutError):
+        te.destroy_ub()
+    te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
     gathers(te.get_ub("qkv_fprop"), ctx)
     te.destroy_ub()
     assert resources()[1] == segments

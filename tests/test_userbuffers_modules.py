@@ -101,7 +101,14 @@ def test_dot_product_attention_has_transformer_engines_arguments_and_refuses_wha
     with pytest.raises(ValueError, match=r"key_layer has shape \(3, 2, 4, 6\); its last dimensions must be \(4, 8\)"):
         layer(q, q[..., :6], q)
     for key, value in ((q[:2], q[:2]), (q, q[:2]), (q.half(), q)):
-        with pytest.raises(ValueError, match="all must be of one dtype, and of the same tokens, as cross-attention is"):
+        with pytest.raises(ValueError, match="all must be of one dtype and batch, keys and values of one length"):
             layer(q, key, value)
+    whole = te.DotProductAttention(4, 8, attn_mask_type="no_mask")
+    assert whole(q[:1], q, q).shape == (1, 2, 32)  # a query after keys that the caller has kept
+    for key, value in ((q, q[:2]), (q[:, :1], q[:, :1])):
+        with pytest.raises(ValueError, match="all must be of one dtype and batch"):
+            whole(q[:1], key, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert whole(q, q, q.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="softmax_scale='x' must be a number"):
         te.DotProductAttention(4, 8, softmax_scale="x")

@@ -431,7 +431,7 @@ def precision(dtype: torch.dtype, fast_accum: bool = True) -> str:
 
     FP8 without fast_accum: "promoted", the sums of each 128 of K are added in fp32. All else is "ieee".
     """
-    if fast_accum not in (True, False):
+    if not isinstance(fast_accum, int) or fast_accum not in (0, 1):
         raise TypeError(f"fast_accum={fast_accum!r} must be True or False")
     if dtype in FP8:
         return "ieee" if fast_accum else "promoted"

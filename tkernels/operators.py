@@ -256,7 +256,7 @@ def all_gather_matmul(
     """
     ctx, shape = as_context(ctx, "all_gather_matmul: ctx"), _shape("all_gather_matmul", x_shard_m)
     lead, leading, given = None, ROWS_FIRST, (out, return_gathered)
-    if gather_dim != 0 or len(shape) != 2:
+    if type(gather_dim) is not int or gather_dim != 0 or len(shape) != 2:
         lead = Leading.of("all_gather_matmul", x_shard_m, "gather_dim", gather_dim)
         lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
         x_shard_m, x_scale = lead.matrix(x_shard_m), lead.scale(x_scale)
@@ -367,7 +367,7 @@ def matmul_reduce_scatter(
     """
     ctx, shape = as_context(ctx, "matmul_reduce_scatter: ctx"), _shape("matmul_reduce_scatter", x_shard_k)
     x, scale, into, lead = x_shard_k, x_scale, out, None
-    if scatter_dim != 0 or len(shape) != 2:
+    if type(scatter_dim) is not int or scatter_dim != 0 or len(shape) != 2:
         lead = Leading.of("matmul_reduce_scatter", x, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
         x, scale, into, rows = lead.matrix(x), lead.scale(scale), lead.memory("out", out), lead.rows(lengths)

@@ -273,7 +273,7 @@ class Quantize(NamedTuple):
             raise TypeError(f"quantize: dtype={self.dtype} must be {' or '.join(map(str, FP8))}")
         if self.scale not in SCALES:
             raise ValueError(f"quantize: scale={self.scale!r} must be {' or '.join(map(repr, SCALES))}")
-        if self.power_of_two not in (True, False):
+        if not isinstance(self.power_of_two, int) or self.power_of_two not in (0, 1):
             raise TypeError(f"quantize: power_of_two={self.power_of_two!r} must be True or False")
         check_activation("quantize", self.activation)
         check_resolved("quantize", "x", x)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.arguments import real
+from tkernels.comm.arguments import check_flags, real
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import FP8
 from tkernels.dispatch import refuse_transformed
@@ -329,9 +329,10 @@ class Matmul:
         """Collective. This rank's part of D, or (D, {name: auxiliary output}) if the epilog has any.
 
         Launched on `stream` or else the current one, on which the operands must be ready. With order="F", D is
-        Fortran-ordered.
+        Fortran-ordered. After `reset_operands` with another alpha or beta, the ranks meet on the host to compare them.
         """
         self._check(planned=True, operands=True)
+        check_flags("execute", release_workspace=release_workspace)
         if release_workspace:
             raise ValueError(
                 "execute: release_workspace=True, but the workspace is the context's, for all that it does; "
@@ -488,7 +489,10 @@ def matmul(
                 "Matmul and plan() before it"
             )
         if plan is None:
-            with meeting(ctx, "cublasmp.matmul without a plan") if plans and totals else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if plans and totals is not None:  # others may have one, and go on to its kernel on the call's stream
+                    stack.enter_context(_on(ctx, stream if isinstance(request, _Request) else None))
+                    stack.enter_context(meeting(ctx, "cublasmp.matmul without a plan"))
                 plan = _plan(ctx, request, stream)
         if key is not None and key not in plans:
             if len(plans) >= MAX_PLANS:

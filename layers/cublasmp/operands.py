@@ -78,6 +78,8 @@ def tensor_of(name: str, operand) -> torch.Tensor:
     if not operand.flags.writeable and name == "C":
         raise ValueError("C is a read-only array; pass a copy that can be written to")
     try:
+        if operand.flags.writeable:
+            return torch.from_numpy(operand)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*not writable")  # which torch can't mark; operands are only read
             return torch.from_numpy(operand)

@@ -31,6 +31,9 @@ from tkernels.paths import choose_path
 OPERATIONS = {"AG+GEMM": AllGatherMatmul, "GEMM+RS": MatmulReduceScatter, "GEMM+AR": MatmulAllReduce}  # by pattern
 
 
+MAX_AGREED = 64  # pairs of alpha and beta that a plan remembers, for captures
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The decisions of a plan.
@@ -56,7 +59,8 @@ class Plan:
     """
 
     def __init__(self, ctx: Context, problem: Problem, layout: Layout, scalars: tuple[float, float]):
-        self.problem, self.layout, self._scalars, options = problem, layout, scalars, problem.options
+        self.problem, self.layout, options = problem, layout, problem.options
+        self._agreed = [repr(scalars)]  # alpha and beta that ranks have compared, the last ones last
         self.pattern, self.transposes = layout.pattern, problem.transposes
         self.dtype, self.wire, self.rows = layout.result_dtype, layout.wire_dtype, layout.splits.get("n")
         self.fp8 = self.dtype in FP8
@@ -126,10 +130,10 @@ class Plan:
     def run(self, ctx: Context, a, b, c, alpha: float, beta: float, inputs: dict, scales: dict):
         """Collective. D, or (D, {name: auxiliary output}), of operands, inputs and scales as passed by the user.
 
-        Meets the other ranks if alpha or beta is not what it was, and raises InconsistentError if they differ then.
+        Meets the other ranks if alpha or beta is not that of the last call; InconsistentError if they differ then.
         """
-        if (alpha, beta) != self._scalars:
-            self._agree(ctx, alpha, beta)
+        if (scalars := repr((alpha, beta))) != self._agreed[-1] and (self.pattern != "local" or self.moves):
+            self._agree(ctx, scalars)
         (trans_a, trans_b), flip = self.transposes, self.flip  # order="C" passes transposes
         x, w = b if trans_b != flip else b.t(), a.t() if trans_a != flip else a
         sum_of, moves = (x, w), self.moves
@@ -165,20 +169,20 @@ class Plan:
             torch.cuda.current_stream().synchronize()
         return (y, aux) if aux else y
 
-    def _agree(self, ctx: Context, alpha: float, beta: float):
-        """Collective. Compare other scalars, of which the kernels know nothing."""
-        if self.pattern != "local" or self.moves:  # else no rank waits for another
-            if ctx.capturing:
+    def _agree(self, ctx: Context, scalars: str):
+        """Collective. Compare another alpha or beta, of which the kernels know nothing; by its text, as nan != nan."""
+        if ctx.capturing:
+            if scalars not in self._agreed:
                 raise TkernelsError(
-                    f"cublasmp: a CUDA graph is being captured, and alpha={alpha} or beta={beta} is not that of the "
-                    f"call before, which the ranks meet to compare; make one such call before the capture"
+                    f"cublasmp: a CUDA graph is being captured, and the ranks have not met yet to compare alpha and "
+                    f"beta, {scalars}; make a call with them before the capture"
                 )
-            with meeting(ctx, "cublasmp with another alpha or beta"):
-                found = ctx.group.gather((alpha, beta))
-            if len(set(found)) > 1:
-                by_rank = ", ".join(f"alpha={alpha} and beta={beta}" for alpha, beta in found)
-                raise InconsistentError(f"cublasmp: the ranks' scalars differ, by rank: {by_rank}")
-        self._scalars = alpha, beta
+            return
+        with meeting(ctx, "cublasmp with another alpha or beta"):
+            found = ctx.group.gather(scalars)
+        if len(set(found)) > 1:
+            raise InconsistentError(f"cublasmp: alpha and beta differ, by rank: {', '.join(found)}")
+        self._agreed = [each for each in self._agreed[-MAX_AGREED:] if each != scalars] + [scalars]
 
     def _upright(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """An epilog's input: the bias as a vector, a matrix as [n, m]."""

@@ -159,7 +159,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
                 if bias:
                     full.bias.zero_()
                 if not full.weight.is_meta:
-                    alike["the weight's norm"] = str(full.weight.double().norm().item())
+                    wide = torch.promote_types(full.weight.dtype, torch.float32)
+                    alike["the weight's norm"] = str(torch.linalg.vector_norm(full.weight, dtype=wide).item())
         return full
 
     def _part(self, full: nn.Linear, name: str) -> torch.Tensor:
@@ -279,7 +280,8 @@ class ColumnParallelLinear(ParallelLinear):
         input then is FP8; "rowwise_with_gw_hp" keeps nothing and gathers again.
     partition_stride: the weight consists of this many blocks, stacked along the out-features and each split over ranks:
         2 for the fused gate and up-projection of a gated MLP. This rank's parts of the blocks are stacked too.
-    device: by default the context's. init_method: called on the full weight; the bias is then zero. None: as nn.Linear.
+    device: by default the context's. init_method: called on the full weight, which all ranks must get alike; the bias
+        is then zero. None: as nn.Linear.
 
     Parameters: weight [N/R, K], bias [N/R], each with tensor_model_parallel, partition_dim, partition_stride.
     """

@@ -434,7 +434,7 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
 def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
     """Collective. Warns of gradients that differ, of parameters that are no parts."""
     wholes = [each for each in trained if not (is_split(each.parameter) or _is_over(each.parameter, ctx))]
-    found = _gathered(ctx, step, {each.name: each.grad for each in wholes}, {each.name for each in wholes if each.cut})
+    found = _gathered(ctx, step, {each.name: each.grad for each in wholes}, any(each.cut for each in wholes))
     if (factors := _factors(found)) is not None:
         warnings.warn(
             f"{step}: the gradients of what ranks have in common differ between them by a factor, "
@@ -454,23 +454,25 @@ def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
         )
 
 
-def _gathered(ctx: Context, step: str, grads: dict, cut: set[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Collective. Summaries of gradients, by name, as `_judgeable` has them; of pieces, if all ranks have cut them so.
+def _gathered(ctx: Context, step: str, grads: dict, cut: bool = False) -> dict[str, torch.Tensor]:
+    """Collective. Summaries of gradients, by name, as `_judgeable` has them.
 
-    cut: the names of pieces.
+    cut: whether some are of pieces. Where a rank has such, only those count that all ranks have cut alike.
     """
+    names = {*grads}
     grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
     dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided and grad.numel()}
     summaries = {name: _summary(grad).tolist() for name, grad in dense.items()}
     try:
-        by_rank = ctx.group.gather(summaries, step, ctx.timeout_s)
+        by_rank, names, cut = zip(*ctx.group.gather((summaries, names, cut), step, ctx.timeout_s), strict=True)
     except OutOfStepError as error:
         raise TkernelsError(
             f"{error}. Ranks that have parts of the same layers step together; torch.amp.GradScaler skips the step of "
             f"one alone, where torch's ShardedGradScaler(process_group=...) skips that of all"
         ) from error
     found = _judgeable(by_rank)
-    return {name: each for name, each in found.items() if name not in cut or all(name in theirs for theirs in by_rank)}
+    alike = set.intersection(*names)
+    return {name: each for name, each in found.items() if name in alike or not any(cut)}
 
 
 def _trained_by(optimizer) -> list[Trained]:

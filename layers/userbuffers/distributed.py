@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tkernels.comm.arguments import check_dense, check_flags
+from tkernels.comm.arguments import check_dense, check_flags, check_resolved
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import group_of
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
@@ -75,5 +75,10 @@ def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = Fa
     if not isinstance(inp, torch.Tensor) or inp.dim() == 0:
         raise TypeError(f"gather_along_first_dim: inp={inp!r} must be a tensor with rows")
     check_dense("gather_along_first_dim", inp=inp)
+    check_resolved("gather_along_first_dim", "inp", inp)
+    if inp.dtype in FP8:  # which torch.distributed doesn't know
+        out, work = gather_along_first_dim(inp.view(torch.uint8), process_group, async_op)
+        return out.view(inp.dtype), work
+    inp = inp.detach().contiguous()
     out = inp.new_empty(inp.shape[0] * dist.get_world_size(group), *inp.shape[1:])
-    return out, all_gather_single(out, inp.contiguous(), group=group, async_op=async_op)
+    return out, all_gather_single(out, inp, group=group, async_op=async_op)

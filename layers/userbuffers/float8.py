@@ -219,7 +219,7 @@ class Quantizers(NamedTuple):
 def float8_dtype(where: str, dtype) -> torch.dtype:
     """The dtype for torch's or TransformerEngine's name of it."""
     for found in (torch.float8_e4m3fn, torch.float8_e5m2):
-        if dtype == found or str(dtype).endswith(("E4M3", "E5M2")[found == torch.float8_e5m2]):
+        if dtype is found or str(dtype).endswith(("E4M3", "E5M2")[found == torch.float8_e5m2]):
             return found
     raise TypeError(f"{where}={dtype!r} must be torch.float8_e4m3fn or torch.float8_e5m2")
 
@@ -278,7 +278,7 @@ class Float8Quantizer:
                 f"Float8Quantizer: scale is {scale.dtype} {list(scale.shape)} and amax {amax.dtype} "
                 f"{list(amax.shape)}, but both must be float32, scale of one element and amax of one or more"
             )
-        if amax.requires_grad or 0 in amax.stride():
+        if amax.requires_grad or amax.numel() > 1 and 0 in amax.stride():
             raise ValueError("Float8Quantizer: amax is written to, but wants a gradient or is expanded; pass a copy")
         self.scale, self.amax, self.dtype = scale, amax, float8_dtype("Float8Quantizer: fp8_dtype", fp8_dtype)
 

@@ -39,8 +39,12 @@ FLAGS = {
 }
 
 
-OWN = "name", "device", "tp_size", "layer_number", "rng_tracker_name"  # arguments that ranks need not have alike
-PLAIN = str, bool, int, float, tuple, list, dict, torch.dtype, type(None)  # of those that ranks compare
+PLAIN = str, bool, Integral, Real, tuple, list, dict, torch.dtype, type(None)  # of arguments that ranks compare
+OWN = (  # those that they need not have alike: each rank's own, and without effect
+    "name", "device", "tp_size", "layer_number", "rng_tracker_name", "init_method", "output_layer_init_method",
+    "get_rng_state_tracker", "seq_length", "micro_batch_size", "enc_dec_attn_mask_type", "enc_dec_window_size",
+    "cp_global_ranks", "cp_stream", "cp_comm_type",
+)  # fmt: skip
 
 
 def constructor(init):
@@ -349,7 +353,7 @@ class _Linear(ParallelModule):
         parts = self._parts(parameters_split, self.tp_size if mode == "column" else 1)
         self.weight_names, self.bias_names = [f"{part}weight" for part in parts], [f"{part}bias" for part in parts]
         if normalization is not None:
-            norm = "layer_norm_", in_features, normalization, zero_centered_gamma, device, params_dtype
+            norm = "layer_norm_", int(in_features), normalization, zero_centered_gamma, device, params_dtype
             self._norm_parameters(*norm, sequence_parallel=self.sequence_parallel)
         for part, size in parts.items():
             dim = {"column": 0, "row": 1}.get(mode)
@@ -547,7 +551,8 @@ def given(scope: dict) -> dict:
     defaults, kind = inspect.signature(scope["__class__"].__init__).parameters, type(scope["self"]).__name__
     flags = [name for name, each in defaults.items() if isinstance(each.default, bool) and options[name] is not None]
     check_flags(kind, **{name: options[name] for name in flags})
-    if arrays := [name for name, value in options.items() if isinstance(value, (torch.Tensor, numpy.ndarray))]:
+    arrays = [name for name, value in options.items() if isinstance(value, (torch.Tensor, numpy.ndarray))]
+    if arrays and (arrays := [name for name in arrays if name not in OWN or name.endswith("init_method")]):
         raise TypeError(f"{kind}: {arrays[0]}={reprlib.repr(options[arrays[0]])} must be no array and no tensor")
     alike = {name: value for name, value in options.items() if name not in OWN and isinstance(value, PLAIN)}
     registry.note(f"{kind}({options['ub_name']})" if options.get("ub_name") else kind, alike)
@@ -603,5 +608,5 @@ def divide(kind: str, what: str, size: int, parts: int) -> int:
 def refuse(where: str, **options):
     """Raise ValueError for any of the options that is set; these layers don't support them."""
     for name, value in options.items():
-        if isinstance(value, torch.Tensor) or value not in (None, False, 0):
+        if not (value is None or isinstance(value, (bool, int)) and not value):
             raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")

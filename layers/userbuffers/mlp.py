@@ -103,7 +103,7 @@ class LayerNormMLP(ParallelModule):
 
         if not set_parallel_mode and self.tp_size > 1:
             raise ValueError(f"LayerNormMLP: tp_size={self.tp_size} splits fc1 and fc2; pass set_parallel_mode=True")
-        divide("LayerNormMLP", "hidden_size", hidden_size, 1)
+        hidden_size = divide("LayerNormMLP", "hidden_size", hidden_size, 1)
         ffn = divide("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         common = device, params_dtype
         split = {"sequence_parallel": self.sequence_parallel}

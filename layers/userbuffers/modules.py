@@ -8,7 +8,7 @@ import torch
 
 from tkernels.comm.arguments import check_dense, check_type, whole
 from tkernels.layers.userbuffers.linear import ParallelModule, check_number, divide, given, normalize, refuse
-from tkernels.layers.userbuffers.transformer import AttentionModule
+from tkernels.layers.userbuffers.transformer import FORMATS, AttentionModule
 
 
 class _Norm(ParallelModule):
@@ -157,10 +157,17 @@ class DotProductAttention(AttentionModule):
                     f"{where}: {name}_layer has shape {tuple(part.shape)}; its last dimensions must be "
                     f"({heads[name]}, {width}), this rank's heads and their width"
                 )
-            if part.shape[:2] != query_layer.shape[:2] or part.dtype != query_layer.dtype:
+            mixed = part.dtype != query_layer.dtype and not torch.is_autocast_enabled(part.device.type)
+            if mixed or not self._belong(query_layer, key_layer, part, mask_type, layout):
                 raise ValueError(
                     f"{where}: {name}_layer is {part.dtype} {tuple(part.shape)}, but query_layer {query_layer.dtype} "
-                    f"{tuple(query_layer.shape)}; all must be of one dtype, and of the same tokens, as cross-attention "
-                    f"is not supported"
+                    f"{tuple(query_layer.shape)}; all must be of one dtype and batch, keys and values of one length, "
+                    f"which for attn_mask_type='causal' is that of the queries"
                 )
         return self._attention(parts.values(), mask, mask_type, layout)
+
+    @staticmethod
+    def _belong(query, key, part, mask_type: str, layout: str) -> bool:
+        batch = 1 - FORMATS.index(layout)
+        of_queries = part is query or mask_type != "causal" and part.shape[batch] == query.shape[batch]
+        return part.shape[:2] == query.shape[:2] or of_queries and (part is query or part.shape[:2] == key.shape[:2])

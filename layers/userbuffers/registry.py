@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context, MeshLike, constant_in_traces, group_of
-from tkernels.comm.contexts import INIT, let_go, meet, open_contexts
+from tkernels.comm.contexts import INIT, is_abandoned, let_go, meet, open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (
@@ -54,7 +54,7 @@ REMOVED_VARIABLES = (
 )
 
 _ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
-_NOTHING = {"helper": None, "groups": (), "cublasmp": False}
+_NOTHING = {"helper": None, "groups": (), "cublasmp": False, "met": False}  # met: who left it after a failure
 _state = dict(_NOTHING)
 _left = []  # contexts that destroy_ub has left after a failure, where other ranks may wait for this one; their groups
 _noted = contextvars.ContextVar("options of the layers that `constructing` is constructing", default=None)
@@ -97,10 +97,7 @@ def initialize_ub(
     """
     asked = locals() | {"tp_group": tp_group is not None}
     asked |= {name: os.environ.get(name) for name in ("UB_TIMEOUT", "NVTE_EXT_MARGIN_SM")}
-    while _left:
-        context, groups = _left.pop()
-        let_go(context)
-        _destroy(groups if context.group.alive else ())
+    _let_go()
     world = Group(None)
     with _agreed(world, asked=asked):
         timeout_s(), margin()
@@ -135,21 +132,34 @@ def initialize_ub(
     _state.update(helper=helper, groups=groups, cublasmp=with_cublasmp)
 
 
+def _let_go():
+    """Collective over the ranks of domains that have failed: whoever waits in destroy_ub returns."""
+    if is_ub_initialized() and (context := domain_context()).failed and context.group.alive:
+        if not _state["met"]:  # others have called destroy_ub, and wait in here
+            meet(Group(context.group.process_group), INIT, once=True)
+            _state["met"] = True
+    while _left:
+        context, groups = _left.pop()
+        try:
+            let_go(context)
+        finally:
+            _destroy(groups if context.group.alive else ())
+
+
 def destroy_ub() -> None:
     """Collective. Free everything; communicators must not be used afterwards. May be repeated.
 
     After a failure, of which this raises what has not been raised yet, it doesn't wait for the other ranks, and one
     that has not failed may wait for this one's next initialize_ub.
     """
-    helper, groups = _state["helper"], _state["groups"]
+    helper, groups, met = _state["helper"], _state["groups"], _state["met"]
     _ub_communicators.clear()
     _state.update(_NOTHING)
     if helper is not None:
-        failed = helper.context.failed
         try:
             helper.close()
         finally:
-            if failed:
+            if is_abandoned(helper.context) and not met:
                 _left.append((helper.context, groups))
             else:
                 _destroy(groups)
@@ -241,6 +251,10 @@ def _concerns_domain(tp_group, tp_size) -> bool:
 def note(name: str, options: dict) -> None:
     """Let `constructing` compare the ranks' options of the layer of that name."""
     if (noted := _noted.get()) is not None:
+        layer, number = name, 1
+        while any(f"{option} of {name}" in noted for option in options):  # another one in the same layer
+            number += 1
+            name = f"{layer}, {number}"
         noted.update({f"{option} of {name}": value for option, value in options.items()})
 
 
