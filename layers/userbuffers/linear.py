@@ -417,7 +417,8 @@ class Linear(_Linear):
 
     in_features, out_features: of the whole layer.
     parallel_mode: "column", "row" or None.
-    sequence_parallel: outside the layer, each rank has its part of the first dimension.
+    sequence_parallel: outside the layer, each rank has its part of the first dimension. Without overlap the parts must
+        be equal, as torch.distributed gathers them, which compares them with TORCH_DISTRIBUTED_DEBUG=DETAIL alone.
     fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad.
     return_bias: forward returns (y, bias) and doesn't add the bias.
     parameters_split: {name: out-features of the whole layer}, or the names of equal parts. The parameters are then
