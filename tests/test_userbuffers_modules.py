@@ -105,7 +105,7 @@ def test_dot_product_attention_has_transformer_engines_arguments_and_refuses_wha
             layer(q, key, value)
     whole = te.DotProductAttention(4, 8, attn_mask_type="no_mask")
     assert whole(q[:1], q, q).shape == (1, 2, 32)  # a query after keys that the caller has kept
-    for key, value in ((q, q[:2]), (q[:, :1], q[:, :1])):
+    for key, value in ((q, q[:2]), (q, q[:1]), (q[:, :1], q[:, :1])):
         with pytest.raises(ValueError, match="all must be of one dtype and batch"):
             whole(q[:1], key, value)
     with torch.autocast("cpu", torch.bfloat16):

@@ -150,6 +150,7 @@ class DotProductAttention(AttentionModule):
         parts = {"query": query_layer, "key": key_layer, "value": value_layer}
         check_dense(where, **parts)
         heads = {"query": self.num_heads, "key": self.num_groups, "value": self.num_groups}
+        theirs = query_layer.shape[:2]  # of the part before: queries, keys, values
         for name, part in parts.items():
             width = self.widths[name == "value"]
             if part.shape[2:] != (heads[name], width):
@@ -158,16 +159,14 @@ class DotProductAttention(AttentionModule):
                     f"({heads[name]}, {width}), this rank's heads and their width"
                 )
             mixed = part.dtype != query_layer.dtype and not torch.is_autocast_enabled(part.device.type)
-            if mixed or not self._belong(query_layer, key_layer, part, mask_type, layout):
+            kept = name == "key" and mask_type != "causal"  # as many as the caller has kept of each sequence
+            tokens, batch = part.shape[:2], 1 - FORMATS.index(layout)
+            belong = tokens[batch] == query_layer.shape[batch] if kept else tokens == theirs
+            theirs = tokens
+            if mixed or not belong:
                 raise ValueError(
                     f"{where}: {name}_layer is {part.dtype} {tuple(part.shape)}, but query_layer {query_layer.dtype} "
                     f"{tuple(query_layer.shape)}; all must be of one dtype and batch, keys and values of one length, "
                     f"which for attn_mask_type='causal' is that of the queries"
                 )
         return self._attention(parts.values(), mask, mask_type, layout)
-
-    @staticmethod
-    def _belong(query, key, part, mask_type: str, layout: str) -> bool:
-        batch = 1 - FORMATS.index(layout)
-        of_queries = part is query or mask_type != "causal" and part.shape[batch] == query.shape[batch]
-        return part.shape[:2] == query.shape[:2] or of_queries and (part is query or part.shape[:2] == key.shape[:2])
