@@ -609,5 +609,5 @@ def divide(kind: str, what: str, size: int, parts: int) -> int:
 def refuse(where: str, **options):
     """Raise ValueError for any of the options that is set; these layers don't support them."""
     for name, value in options.items():
-        if not (value is None or isinstance(value, (bool, int)) and not value):
+        if not (value is None or isinstance(value, (bool, int, float)) and not value):
             raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")
