@@ -552,10 +552,11 @@ def given(scope: dict) -> dict:
     defaults, kind = inspect.signature(scope["__class__"].__init__).parameters, type(scope["self"]).__name__
     flags = [name for name, each in defaults.items() if isinstance(each.default, bool) and options[name] is not None]
     check_flags(kind, **{name: options[name] for name in flags})
-    arrays = [name for name, value in options.items() if isinstance(value, (torch.Tensor, numpy.ndarray))]
-    if arrays and (arrays := [name for name in arrays if name not in OWN or name.endswith("init_method")]):
-        raise TypeError(f"{kind}: {arrays[0]}={reprlib.repr(options[arrays[0]])} must be no array and no tensor")
-    alike = {name: value for name, value in options.items() if name not in OWN and isinstance(value, PLAIN)}
+    shared = {name: value for name, value in options.items() if name not in OWN}
+    for name, value in shared.items():
+        if isinstance(value, (torch.Tensor, numpy.ndarray)):
+            raise TypeError(f"{kind}: {name}={reprlib.repr(value)} must be no array and no tensor")
+    alike = {name: value for name, value in shared.items() if isinstance(value, PLAIN)}
     registry.note(f"{kind}({options['ub_name']})" if options.get("ub_name") else kind, alike)
     return options
 
