@@ -170,6 +170,15 @@ class Shared:
         return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.fields)})"
 
 
+def in_step(words: list[int], rank: int) -> bool:
+    """Whether every rank has begun the call that `rank` has begun last; words: a workspace's `begun`.
+
+    One that has gone on to a later call has begun it too: it would not have got past it in another one.
+    """
+    mine = words[rank]
+    return all(each == mine or each >> CALL_BITS > mine >> CALL_BITS for each in words)
+
+
 def difference(first: int, call: Shared | None, second: int, other: Shared | None) -> str:
     """For errors: what two ranks' calls differ in. None: a call that its rank has not named."""
     if call is None or other is None or call.operation != other.operation:

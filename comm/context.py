@@ -19,7 +19,7 @@ from tkernels.comm.calls import Call, Shared, Turn
 from tkernels.comm.copies import Copies, Send
 from tkernels.comm.device import Link
 from tkernels.comm.errors import Fault, HeapExhaustedError, MismatchError, TkernelsError, WaitTimeoutError
-from tkernels.comm.group import Group, of_parent
+from tkernels.comm.group import Group, of_parent, until
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
@@ -30,6 +30,7 @@ MAX_CONSTANTS = 1024
 AFRESH = "The context can't be used any more; finalize() it and init() a new one"
 MEETS = Shared("a call that meets the other ranks", ()).number
 OP_MEETS = device.operation("a meeting")
+SETTLES_S = 5.0  # for what peers write to be there, once it is known to come if it does
 NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
@@ -472,7 +473,8 @@ class Context:
             raise
         except TkernelsError as error:
             self.check()  # a peer that has found out may have gone
-            if len(set(words.tolist())) > 1:
+            # A peer that is here as well may have its stream come to it later.
+            if not until(lambda: calls.in_step(words.tolist(), self.rank), SETTLES_S if words.is_cuda else 0):
                 self.fail(f"{type(error).__name__}: {error}")  # the epochs of the workspace are out of step
             raise
 
@@ -512,7 +514,7 @@ class Context:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
         if self._interruption:
             raise TkernelsError(self._interruption)
-        deadline = time.monotonic() + 5.0  # a flag is set shortly before its record is complete
+        deadline = time.monotonic() + SETTLES_S  # a flag is set shortly before its record is complete
         while True:
             words = self._faults.cpu().view(-1, device.FAULT_RECORD.value)
             if not words[0, 0]:

@@ -43,6 +43,13 @@ def test_tensors_are_alike_if_a_kernel_can_not_tell_them_apart():
 
 
 @pytest.mark.quick
+def test_in_step_is_who_has_begun_the_same_call_or_a_later_one():
+    first, other, later = (3 << calls.CALL_BITS) + 7, (3 << calls.CALL_BITS) + 8, (4 << calls.CALL_BITS) + 1
+    assert calls.in_step([first, first, first], 1) and calls.in_step([later, first, later], 1)
+    assert not calls.in_step([later, first, first], 0) and not calls.in_step([first, other, first], 0)
+
+
+@pytest.mark.quick
 def test_the_newest_plans_are_kept_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(calls, "MAX_PREPARED", 8)
     kept, made = PreparedCalls(), []

@@ -44,6 +44,7 @@ from tkernels.layers.cublasmp import (
     BlockCyclic,
     BlockNonCyclic,
     Box,
+    InconsistentError,
     Matmul,
     MatmulAlgoType,
     MatmulEpilog,
@@ -933,6 +934,14 @@ def test_matmul_with_a_plan_notices_ranks_that_differ(ctx, pattern):
             with pytest.raises(MismatchError, match="out of step"):
                 call(context, **(wrong if ctx.rank == 1 else {}))
                 context.check()
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=30) as context:
+        whole = call(context)
+        if ctx.device.type == "cuda" and ctx.rank == 1:
+            torch.cuda._sleep(400_000_000)  # about 0.2 s; rank 0 knows of the error before rank 1's stream comes to it
+        with pytest.raises(InconsistentError, match="totals differ between ranks"):
+            call(context, totals=("other", ctx.rank))
+        late(ctx, 1, 0.2)
+        assert np.array_equal(call(context).cpu().numpy(), whole.cpu().numpy())
     tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, default=False).finalize()  # rank 1 waits for its peer
 
 
