@@ -453,6 +453,10 @@ class Context:
         So it may be where the workspace must grow. A rank that need not meet for its call would wait for this one's in
         a kernel, and the meeting for that rank. So they are told in an epoch of the workspace, and one that is in
         another call raises MismatchError.
+
+        The ranks meet first by `group.barrier`. Whoever tells of its meeting waits for nobody, so without it the call
+        in progress would write where a peer that is late still reads what the last one has sent: two inboxes are
+        enough for ranks that are one call apart, not two.
         """
         workspace = workspace or self._workspaces.current(self)
         if workspace.begun is None or self.capturing or self._compares_calls:  # ranks meet anyway, or can't

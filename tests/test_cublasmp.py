@@ -901,6 +901,25 @@ def test_matmul_refuses_transforms_which_would_take_its_gradients_for_zeros(ctx)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("pattern", ["AG+GEMM", "GEMM+RS"])
+def test_matmul_with_a_plan_takes_another_alpha_in_each_call(ctx, pattern):
+    """Whose ranks tell that they meet, without a wait for each other: no call overtakes the reader of the last one."""
+    case = Case(*EVEN, "TN")
+    distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    want, results = parts[2].of(case.op_a @ case.op_b), []
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, timeout_s=30) as context:
+        for step in range(4 if ctx.device.type == "cpu" else 400):
+            scaled = b * (1 + step // 2 % 3)
+            alpha = 1.0 + step % 2
+            results.append(
+                matmul(a, scaled, distributions=distributions, qualifiers="TN", mesh=context, totals=EVEN, alpha=alpha)
+            )
+    for step, result in enumerate(results):
+        assert np.array_equal(result.cpu().numpy(), want * (1 + step // 2 % 3) * (1 + step % 2)), step
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("pattern", ["AG+GEMM", "GEMM+RS", "GEMM+AR"])
 def test_matmul_with_a_plan_notices_ranks_that_differ(ctx, pattern):
     """In alpha, on all ranks or one; and in what is wrong with the call of one, which finds no plan for it."""
