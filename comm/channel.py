@@ -275,10 +275,15 @@ class Channel:
     def close(self):
         """Collective. Give the slots back, once all ranks have received what was sent to them. May be repeated.
 
-        Does nothing once the context has been finalized.
+        Does nothing once the context has been finalized. After a failure that its `check` raises it doesn't wait for
+        the other ranks, which may be gone, and leaves the slots to the context; it raises what has not been raised yet.
         """
         memory, self._memory = self._memory, None
         if memory is not None and not self.ctx.closed:
+            if self.ctx.failed:
+                if not self.ctx.reported:
+                    self.ctx.check()
+                return
             self.ctx.group.barrier()
             self.ctx.free(memory)
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tkernels.comm.errors import LeaseError
-from tkernels.layers.marks import RANKS, is_split
+from tkernels.layers.marks import RANKS, check_replicas, is_split
 
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 _INSTEAD = "tkernels_instead"  # on a parameter in whose place another is trained: an _Instead
@@ -116,6 +117,10 @@ def _check_step(optimizer, *_):
             f"{type(optimizer).__name__}.step: {len(stale)} of its {len(parameters)} parameters are {stale[0].why}"
         )
     check_elementwise(f"{type(optimizer).__name__}.step", type(optimizer), parameters)
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # torch's, whose import is slow
+        for number, parameter in enumerate(parameters):
+            what = f"ZeroRedundancyOptimizer.step: parameter {number}, of shape {tuple(parameter.shape)},"
+            check_replicas(what, parameter, dist.get_process_group_ranks(optimizer.process_group))
 
 
 def leave_in_parts(parameters, why: str):

@@ -116,6 +116,26 @@ def test_overlapped_ddp_is_compiled_without_warnings_or_recompiled_frames(ctx, m
     torch._dynamo.reset()
 
 
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_with_shards_trains_on_after_the_module_has_lost_a_block(ctx):
+    """Whose parameters stay in the shards, with gradients of zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(ctx.device)
+    ddp = OverlappedDDP(model, mesh=ctx, use_distributed_optimizer=True, average=True)
+    optimizer = torch.optim.SGD(ddp.owned_parameters(), 0.1)
+    twin = copy.deepcopy(model)
+    its_optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for each in (ddp.module, twin):
+        del each[1]
+    x = torch.ones(2, 4, device=ctx.device)
+    for _ in range(2):
+        for each, its in ((ddp, optimizer), (twin, its_optimizer)):
+            each(x).square().sum().backward()
+            its.step()
+            its.zero_grad()
+    torch.testing.assert_close([*ddp.module.parameters()], [*twin.parameters()])
+
+
 @pytest.mark.ranks(2, timeout_s=120)
 def test_overlapped_ddp_with_shards_trains_in_a_compiled_step_after_one_without(ctx):
     """What dynamo has compiled of the first one's backward isn't run for the second's."""

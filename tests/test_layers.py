@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import tkernels
 from tkernels import layers
@@ -871,6 +873,129 @@ def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_an
 
 def fails(weight):
     raise RuntimeError("no such generator")
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_from_linear_refuses_what_the_layer_would_lose(ctx, kind):
+    def watched(linear):
+        linear.weight.register_hook(lambda grad: grad * 2)
+        return linear
+
+    def hooked(linear):
+        linear.register_forward_hook(lambda module, x, y: y * 2)
+        return linear
+
+    for wrong, message in (
+        (torch.nn.utils.parametrizations.weight_norm(linear(4, 6, 1)), "the linear is parametrized"),
+        (torch.nn.utils.spectral_norm(linear(4, 6, 1)), "the linear has forward_pre and .* hooks"),
+        (watched(linear(4, 6, 1)), "the linear has parameters' hooks"),
+        (hooked(linear(4, 6, 1)), "the linear has forward hooks"),
+        (Halved(4, 6), "the linear is a Halved with a forward of its own"),
+    ):
+        with pytest.raises(ValueError, match=f"{kind.__name__}.from_linear: {message}.*which the new layer would lose"):
+            kind.from_linear(wrong, mesh=ctx)
+    kind.from_linear(nn.modules.linear.NonDynamicallyQuantizableLinear(4, 6), mesh=ctx)  # attention's, which adds none
+
+
+@pytest.mark.ranks(2)
+def test_parallel_layers_refuse_norms_of_whole_weights(ctx):
+    """By which each rank would divide by what its own part gives, but for those that lie in one rank."""
+    norms = torch.nn.utils.parametrizations
+    ways = [norms.spectral_norm, norms.orthogonal, torch.nn.utils.spectral_norm]
+    column, row = (functools.partial(kind, 4, 6, mesh=ctx) for kind in (ColumnParallelLinear, RowParallelLinear))
+    wrong = [(make, way) for make in (column, row) for way in ways]
+    wrong += [(row, norms.weight_norm), (column, functools.partial(norms.weight_norm, dim=1))]
+    for make, way in wrong:
+        torch.manual_seed(0)
+        layer = way(make())
+        with pytest.raises(ValueError, match="ParallelLinear: the weight is this rank's part, and .* for the whole"):
+            layer(torch.ones(2, layer.weight.shape[1], device=ctx.device))
+    torch.manual_seed(0)
+    full = nn.Linear(4, 6).to(ctx.device)
+    layer = norms.weight_norm(ColumnParallelLinear.from_linear(full, mesh=ctx, gather_output=True))
+    x, optimizer = torch.ones(2, 4, device=ctx.device), torch.optim.SGD(layer.parameters(), 0.1)
+    full = norms.weight_norm(full)
+    layer(x).square().sum().backward()
+    full(x).square().sum().backward()
+    mine = full.parametrizations.weight.original0.grad.chunk(2)[ctx.rank]
+    torch.testing.assert_close(layer.parametrizations.weight.original0.grad, mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # these parts may differ
+
+
+@pytest.mark.ranks(2)
+def test_torch_wrappers_over_the_ranks_of_parts_are_refused(ctx):
+    """As far as they show what they do: they take parts for replicas."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh(ctx.device.type, (2,))
+    with pytest.raises(ValueError, match=r"weight is split over ranks \[0, 1\], .* a DTensor over ranks \[0, 1\]"):
+        torch_fully_shard(nn.Sequential(ColumnParallelLinear(4, 6, mesh=ctx)), mesh=mesh)
+    layer = RowParallelLinear(4, 6, mesh=ctx)
+    ranks = dict(process_group=ctx.group.process_group)
+    optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, **ranks, lr=0.1)
+    layer(torch.ones(2, 2, device=ctx.device)).sum().backward()
+    with pytest.raises(ValueError, match=r"parameter 0, of shape \(6, 2\), is split over ranks \[0, 1\]"):
+        optimizer.step()
+    with torch.no_grad():
+        layer.weight.fill_(1.0)  # equal parts, which tell nobody
+    for wrap in (
+        lambda: OverlappedDDP(nn.Sequential(layer), mesh=ctx),
+        lambda: layers.fully_shard(nn.Sequential(layer), mesh=ctx),
+        lambda: ZeroOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1, mesh=ctx),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"is split over ranks \[0, 1\], and of each another part is trained"):
+            wrap()
+
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        raise RuntimeError("no such forward")
+
+
+@pytest.mark.ranks(2)
+def test_column_parallel_linear_runs_after_another_models_forward_has_failed_in_torchs_replicate(ctx):
+    """Which leaves that model's DistributedDataParallel as the active one."""
+    other = replicate(Fails().to(ctx.device))
+    with pytest.raises(RuntimeError, match="no such forward"):
+        other(torch.ones(2, device=ctx.device))
+    assert nn.parallel.DistributedDataParallel._active_ddp_module is not None
+    torch.manual_seed(0)
+    assert ColumnParallelLinear(4, 6, mesh=ctx)(torch.ones(2, 4, device=ctx.device)).shape == (2, 3)
+    nn.parallel.DistributedDataParallel._active_ddp_module = None
+
+
+@pytest.mark.ranks(2)
+def test_parallel_layers_tell_of_parts_that_are_the_same_on_all_ranks(ctx):
+    torch.manual_seed(0)
+    made = [kind(8, 8, bias=False, mesh=ctx) for kind in (ColumnParallelLinear, RowParallelLinear)]
+    model = nn.Sequential(made[0], nn.Tanh(), made[1])
+    x = normal((4, 8), torch.float32, seed=5, device=ctx.device)
+
+    def step():
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    torch.manual_seed(1)
+    for layer in made:
+        nn.init.normal_(layer.weight)
+    with pytest.warns(UserWarning, match="AdamW.step: parameter 0 .*, parameter 1 .* are the same on all ranks"):
+        step()
 
 
 @pytest.mark.ranks(2)

@@ -17,6 +17,7 @@ from transports import gpu_only, late, launches
 
 import tkernels
 from tkernels.comm.device import operation_name
+from tkernels.layers import OverlappedDDP
 from tkernels.layers import userbuffers as te
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.userbuffers import communicators
@@ -1093,3 +1094,30 @@ def test_hooks_of_every_layer_come_at_the_end_of_backward_dw(ctx):
         layer(torch.ones(4, 2, 16, device=ctx.device)).sum().backward()
         layer.backward_dw()
         assert came == [True] and all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_layers_tell_of_what_makes_ranks_part_or_be_one(ctx):
+    """Norms whose gradients nobody has summed, parts that are the same on all ranks, wrappers for replicas."""
+    flags = dict(ub_overlap_ag=True, ub_name="qkv")
+    with initialized(ctx, torch.float32, flags):
+        torch.manual_seed(ctx.rank)
+        norm = te.LayerNormLinear(H, 3 * H, **parallel(ctx, torch.float32, **flags), parallel_mode="column")
+        optimizer = torch.optim.SGD(norm.parameters(), 0.1)
+        x = normal((S, 1, H), torch.float32, seed=1 + ctx.rank, device=ctx.device)
+        norm(x).square().sum().backward()
+        with pytest.warns(UserWarning, match="SGD.step: the gradients of .*all_reduce_sequence_parallel_grads"):
+            optimizer.step()
+        norm.zero_grad()
+        torch.manual_seed(0)
+        same = te.Linear(H, 3 * H, **parallel(ctx, torch.float32, **flags), parallel_mode="column", bias=False)
+        same(x).square().sum().backward()
+        with pytest.warns(UserWarning, match="parameter 0 .* are the same on all ranks, and so are their gradients"):
+            torch.optim.SGD(same.parameters(), 0.1).step()
+        with pytest.raises(ValueError, match="Adafactor looks at whole parameters"):
+            torch.optim.Adafactor(same.parameters()).step()
+        with pytest.raises(ValueError, match=r"is split over ranks \[0, 1\], and of each another part is trained"):
+            OverlappedDDP(same, mesh=ctx)
+        wrapped = nn.parallel.DistributedDataParallel(same, process_group=ctx.group.process_group)
+        with pytest.raises(ValueError, match=r"Linear: the weight is split over ranks \[0, 1\], .* replicas"):
+            wrapped(x)

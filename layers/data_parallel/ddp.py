@@ -194,7 +194,7 @@ class OverlappedDDP(nn.Module):
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
         parts = [(part, name, param) for part in module.modules() for name, param in part._parameters.items()]
         self._places = [place for place in parts if place[-1] in self.bucket_of]
-        names = {param: name for name, param in module.named_parameters()}
+        self._names = names = {param: name for name, param in module.named_parameters()}  # which it may lose later
         self.hooks = GradReadyHooks(
             self.bucket_of,
             ParamBucket.reduce,
@@ -704,7 +704,8 @@ class OverlappedDDP(nn.Module):
             )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, each in self.module.named_parameters() if each is parameter)
+        now = (name for name, each in self.module.named_parameters() if each is parameter)
+        return next(now, self._names.get(parameter, "a parameter"))
 
 
 def _warn_of_statistics(module: nn.Module, wire: Wire):

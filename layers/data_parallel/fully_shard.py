@@ -31,7 +31,7 @@ from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
-from tkernels.layers.marks import is_split
+from tkernels.layers.marks import check_replicas, is_split
 from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 from tkernels.layers.tensor_parallel.dtensors import let_grad_scaler_see_all_ranks, mesh_of
@@ -114,6 +114,8 @@ def fully_shard(
             _check_module(part)
         for name, parameter in parameters.items():
             _check_parameter(name, parameter, mp_policy, ranks.mesh)
+            for ctx in ranks.contexts:
+                check_replicas(f"fully_shard: {name}", parameter, ctx.group.global_ranks)
     options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
     layouts = {name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters.items()}
     plain = ((name, p) for name, p in parameters.items() if not (isinstance(p, DTensor) or p.is_meta))

@@ -14,6 +14,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
 from tkernels.comm.contexts import programs_at_once, shared_over
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
+from tkernels.layers.marks import check_replicas
 
 
 def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wire":
@@ -83,6 +84,7 @@ class Wire:
         """
         if isinstance(parameter, DTensor):
             raise TypeError(f"{what} is a DTensor, whose parts it can't tell; use fully_shard for these")
+        check_replicas(what, parameter, self.group.global_ranks)
         if parameter.is_meta:
             raise ValueError(f"{what} is on meta, without values; move the model before, by to_empty() and its init")
         if not (parameter.is_floating_point() and dtype.is_floating_point):

@@ -15,17 +15,15 @@ device draws its weights in reset_parameters.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
 from tkernels.comm.arguments import check_dense, check_flags, check_torch_dtype, check_type, whole
-from tkernels.comm.context import constant_in_traces
 from tkernels.comm.group import checksum
 from tkernels.layers.marks import RANKS, MarkedModule
 from tkernels.layers.owners import attributes
@@ -44,16 +42,13 @@ from tkernels.layers.tensor_parallel.functions import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
 
-
-class _DDP(DistributedDataParallel):
-    """Made for one object, whose attribute torch.compile guards: the class's own None is a constant to torch 2.11."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-
-
-_ddp = _DDP()
+# Kinds of a module's hooks.
+HOOKS = (
+    "forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre",
+    "load_state_dict_post",
+)  # fmt: skip
 
 
 def checking(ctx: Context, device, call: str | None = None, alike: dict | None = None):
@@ -74,6 +69,27 @@ def check_place(kind: str, device, dtype):
         torch.empty(0, device=device, dtype=dtype)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{kind}: device={device!r} is none that parameters can be on: {error}") from None
+
+
+def check_replaceable(what: str, linear: nn.Linear):
+    """Raises ValueError for what is lost where a layer takes an nn.Linear's place. what: the caller and the linear."""
+    kind = type(linear)
+    if nn.utils.parametrize.is_parametrized(linear):
+        raise ValueError(f"{what} is parametrized, which the new layer would lose; remove_parametrizations() before")
+    if kind.forward is not nn.Linear.forward and recipe_in(linear) is None:
+        raise ValueError(f"{what} is a {kind.__qualname__} with a forward of its own, which the new layer would lose")
+    if "forward" in vars(linear):
+        raise ValueError(
+            f"{what} has a forward of its own, set on the module as accelerate's hooks do it, which the new layer "
+            f"would lose; take it off, or set it afterwards"
+        )
+    hooks = [each for each in HOOKS if getattr(linear, f"_{each}_hooks")]
+    if any(has_others_hooks(each) or each._post_accumulate_grad_hooks for each in linear.parameters()):
+        hooks.append("parameters'")
+    if hooks:
+        raise ValueError(
+            f"{what} has {' and '.join(hooks)} hooks, which the new layer would lose; register them afterwards"
+        )
 
 
 class ParallelLinear(MultipliesInFloat8, MarkedModule):
@@ -125,9 +141,11 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
 
         options: those of the class, except features, bias, device, dtype and init_method, which the nn.Linear decides.
 
-        Attributes that were set on its parameters are copied to the new ones.
+        Attributes that were set on its parameters are copied to the new ones. Raises ValueError for what would be lost:
+        hooks, parametrizations, a forward of a subclass.
         """
         check_type(f"{cls.__name__}.from_linear: linear", linear, nn.Linear, "an nn.Linear")
+        check_replaceable(f"{cls.__name__}.from_linear: the linear", linear)
         has_bias = linear.bias is not None
         options = {"float8": recipe_in(linear)} | options
         layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", mesh=mesh, **options)
@@ -204,6 +222,9 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             )
         return ctx
 
+    def _ranks_with_parts(self) -> list[int]:
+        return self._ranks
+
     def partitioned(self) -> dict[str, int]:
         """Name of a parameter that is split over ranks -> the dimension that is split."""
         return dict(self._partitioned)
@@ -234,13 +255,9 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
-        inside = _ddp._active_ddp_module is not None  # by which torch.compile tells traces apart
-        if inside and len({*self._ranks}.intersection(_ranks_of_ddp())) > 1:
-            raise ValueError(
-                f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
-                f"for replicas, and it has given all of them the same part; pass it process_group= of the ranks that "
-                f"have equal parts, or use parallelize_module, whose DTensors it refuses"
-            )
+        self._refuse_ddp()
+        if "weight" not in self._parameters:
+            self._refuse_norms()
         found = x.shape[-1] if x.dim() else "missing"
         if found != features:
             raise ValueError(f"{name}: the input's last dimension is {found}, but must be {features}{hint}")
@@ -249,17 +266,26 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         if rows is not None and not self.sequence_parallel:
             raise ValueError(f"{name}: rows={rows} splits a sequence, but this layer has sequence_parallel=False")
 
+    def _refuse_norms(self):
+        """Raises ValueError for a weight that is made by what needs the whole matrix, and not this rank's part."""
+        lists = [self.parametrizations.weight] if nn.utils.parametrize.is_parametrized(self, "weight") else []
+        by = [*itertools.chain(*lists), *self._forward_pre_hooks.values()]
+        for each in by:
+            kind = type(each).__name__.strip("_")
+            split = kind == "WeightNorm" and each.dim == self.partition_dim  # each norm is of this rank alone
+            if kind in ("SpectralNorm", "Orthogonal", "WeightNorm") and not split:
+                raise ValueError(
+                    f"{type(self).__name__}: the weight is this rank's part, and {kind} takes it for the whole matrix; "
+                    f"use an nn.Linear here"
+                )
+        for parameter in itertools.chain(*(each.parameters(recurse=False) for each in lists)):
+            vars(parameter).update(self._marks["weight"] | vars(parameter))
+
     def extra_repr(self) -> str:
         shown = [name for name in self._options if name != "float8" or self.float8 is not None]
         options = ", ".join(f"{name}={getattr(self, name)}" for name in shown)
         ranks = len(self.feature_sizes)
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {options}, ranks={ranks}"
-
-
-@constant_in_traces
-def _ranks_of_ddp() -> tuple[int, ...]:
-    """The ranks of torch's DistributedDataParallel whose forward runs or is traced."""
-    return tuple(dist.get_process_group_ranks(DistributedDataParallel._active_ddp_module.process_group))
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -18,9 +18,14 @@ from tkernels.layers.marks import is_split
 from tkernels.layers.owners import check_free
 from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.heads import check_heads, text_config
-from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from tkernels.layers.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    check_replaceable,
+)
 from tkernels.layers.tensor_parallel.plan import Given, apply, call_layers
-from tkernels.layers.tensor_parallel.replica_check import ReplicaCheck, has_others_hooks
+from tkernels.layers.tensor_parallel.replica_check import ReplicaCheck
 from tkernels.layers.tensor_parallel.replicas import FOR_HEADS, GRAD_ALLREDUCE, ReplicatedParameters, SummedOutput
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
@@ -332,23 +337,7 @@ def _check_swappable(model: nn.Module, name: str):
         )
     for each, parameter in linear.named_parameters():
         check_free(f"parallelize: {name}.{each}", parameter)
-    kinds = (
-        "forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre",
-        "load_state_dict_post",
-    )  # fmt: skip
-    if "forward" in vars(linear):
-        raise ValueError(
-            f"parallelize: {name!r} has a forward of its own, set on the module as accelerate's hooks do it, which the "
-            f"new layer would lose; take it off, or set it after parallelize"
-        )
-    hooks = [kind for kind in kinds if getattr(linear, f"_{kind}_hooks")]
-    if any(has_others_hooks(p) or p._post_accumulate_grad_hooks for p in linear.parameters()):
-        hooks.append("parameters'")
-    if hooks:
-        raise ValueError(
-            f"parallelize: {name!r} has {' and '.join(hooks)} hooks, which the new layer would lose; register them "
-            f"after parallelize"
-        )
+    check_replaceable(f"parallelize: {name!r}", linear)
 
 
 def _check_equal(model: nn.Module, styles: dict[str, tuple[str, dict]], ctx: Context):

@@ -432,7 +432,17 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
 
 
 def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
-    """Collective. Warns of gradients that differ, of parameters that are no parts."""
+    """Collective. Warns of gradients that differ, of parameters that are no parts; and of parts that don't."""
+    parts = {each.name: each.parameter.detach() for each in trained if is_split(each.parameter) and not each.cut}
+    matrices = {name: part for name, part in parts.items() if part.dim() > 1}
+    if same := _equal(_gathered(ctx, step, matrices)):
+        warnings.warn(
+            f"{step}: {listed(same)} are the same on all ranks, and so are their gradients, so that the model has the "
+            f"features of one rank, several times. Each rank has its part of a weight; draw them from other random "
+            f"numbers on each, as by Megatron's get_cuda_rng_tracker, or as parts of one whole, as these layers do at "
+            f"construction and in reset_parameters()",
+            stacklevel=5,
+        )
     wholes = [each for each in trained if not (is_split(each.parameter) or _is_over(each.parameter, ctx))]
     found = _gathered(ctx, step, {each.name: each.grad for each in wholes}, any(each.cut for each in wholes))
     if (factors := _factors(found)) is not None:

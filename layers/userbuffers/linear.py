@@ -14,13 +14,14 @@ from numbers import Integral, Real
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.arguments import LARGEST, check_dense, check_flags, check_type, several, whole
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
-from tkernels.layers.marks import MarkedModule
+from tkernels.layers.marks import RANKS, MarkedModule
 from tkernels.layers.tensor_parallel import dataflow
 from tkernels.layers.tensor_parallel.float8 import check_features
 from tkernels.layers.tensor_parallel.linear import check_place
@@ -97,6 +98,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         self.symmetric_ar_type = symmetric_ar_type
         self.init_method = init_method or functools.partial(nn.init.normal_, mean=0.0, std=0.023)
         self._init_methods = {}  # by parameter
+        self._marked = None  # the name of the context that parts are marked with
         self._float8 = {}  # by ub_name and what a recipe asks: a LayerScaling, whose histories outlast other recipes
 
     def __setattr__(self, name, value):
@@ -201,6 +203,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         if self.wgrad_store is not None and name.endswith("weight") and not name.startswith("layer_norm"):
             marks["skip_backward_post_hook"] = True
         self._mark_part(name, dim, self.tp_size, **marks)
+        self._mark_context()
 
     def reset_parameters(self, defer_init: bool = False):
         """Initialize this layer's own parameters as construction does.
@@ -215,6 +218,20 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             self.to_empty(device=device, recurse=False)
         for name in self._init_methods:
             self._initialize(name)
+
+    def _ranks_with_parts(self) -> list[int]:
+        return [] if self.tp_size == 1 else dist.get_process_group_ranks(self._group())
+
+    def _mark_context(self):
+        """Mark parts with the communicators' context, if they are over it, so that optimizers' first steps compare."""
+        if self.tp_size == 1 or not registry.is_ub_initialized():
+            return
+        context = registry.domain_context()
+        if self._marked != context.name and self._ranks_with_parts() == context.group.global_ranks:
+            self._marked = context.name
+        for name, marks in vars(self).get("_marks", {}).items():
+            if marks["tensor_model_parallel"] and marks.get(RANKS) != self._marked:
+                self._mark(name, **{RANKS: self._marked})
 
     def _initialize(self, name: str):
         with self._rng(), torch.no_grad():
@@ -263,6 +280,8 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
         bias: to be added, or None.
         """
+        self._refuse_ddp()
+        self._mark_context()
         check_input(type(self).__name__, x, weights[0])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         inner = x.shape[1:-1].numel()
