@@ -56,6 +56,7 @@ from tkernels.layers.data_parallel.engine import State, unit_of
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
 from tkernels.layers.data_parallel.param_group import ParamGroup
+from tkernels.layers.marks import RANKS
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 from tkernels.testing.compare import assert_close_to, integers, normal
 
@@ -1630,14 +1631,11 @@ def test_fully_shard_face_is_silent_where_blocks_are_units_and_logs_its_pool(ctx
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "units,first_name,kind",
-    [
-        (ParallelMLP, "fc1", "ColumnParallelLinear"),
-        ((ColumnParallelLinear, RowParallelLinear), "weight", "FSDPColumnParallelLinear"),
-    ],
+    "units,first_name",
+    [(ParallelMLP, "fc1"), ((ColumnParallelLinear, RowParallelLinear), "weight")],
     ids=["inside", "units"],
 )
-def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units, first_name, kind):
+def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units, first_name):
     path = ctx.group.gather(str(tmp_path))[0]
 
     def mlp(seed, over):
@@ -1654,13 +1652,22 @@ def test_gather_state_dict_of_parallel_layers_in_units(ctx, tmp_path, units, fir
             got = gather_state_dict(each)
             assert got.keys() == want.keys() and all(torch.equal(got[key], want[key].cpu()) for key in want)
     twice = mlp(1, ctx)
+    with pytest.raises(ValueError, match=r"fully_shard: .*weight is split over ranks \[0, 1\], .* replicas of it"):
+        FullyShard(twice, units, mesh=ctx)
+    for parameter in twice.parameters():  # as of Megatron's layers
+        vars(parameter).pop(RANKS, None)
     said = f"parts of tensors .tensor_model_parallel. of rank 0 .* in {first_name}"
     with pytest.raises(MismatchError, match=said):
         FullyShard(twice, units, mesh=ctx)
-    for parameter in twice.parameters():
-        nn.init.ones_(parameter)
-    with pytest.raises(ValueError, match=f"0.fc1.weight is split by {kind}, and each part again by fully"):
-        sharded_state_dict(FullyShard(twice, units, mesh=ctx))
+
+
+@pytest.mark.ranks(4)
+def test_sharded_state_dict_refuses_parts_of_parts(ctx):
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = fully_shard(ParallelMLP(6, 8, mesh=mesh["tp"]).to(ctx.device), mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="fc1.weight is split by .*ColumnParallelLinear, and each part again by fully"):
+        sharded_state_dict(model)
 
 
 # On GPUs

@@ -52,6 +52,7 @@ from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.grad_hooks import called_last
 from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
+from tkernels.layers.marks import RANKS
 from tkernels.layers.tensor_parallel.mlp import ParallelMLP
 from tkernels.testing.compare import assert_close_to
 
@@ -840,6 +841,10 @@ def test_zero_optimizer_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
     before = copy.deepcopy(split.state_dict())
     frozen = nn.Parameter(torch.ones(2, device=ctx.device), requires_grad=False)
     named = [("frozen", frozen), *split.named_parameters()]
+    with pytest.raises(ValueError, match=r"fc1.weight is split over ranks \[0, 1\], .* replicas"):
+        ZeroOptimizer(named, torch.optim.SGD, mesh=ctx, lr=1.0)
+    for _, parameter in named:  # as of Megatron's layers
+        vars(parameter).pop(RANKS, None)
     with pytest.raises(MismatchError, match=r"in fc1.weight, fc2.weight, which .* mesh of the data-parallel") as error:
         ZeroOptimizer(named, torch.optim.SGD, mesh=ctx, lr=1.0)
     message_on_every_rank(ctx, error.value)
@@ -1027,7 +1032,7 @@ class OneRank(Context):
 
     rank, size, name, device = 0, 1, "one rank", torch.device("cpu")
     group = object.__new__(Group)
-    group.rank, group.size = 0, 1
+    group.rank, group.size, group.global_ranks = 0, 1, [0]
 
     def __init__(self):
         pass

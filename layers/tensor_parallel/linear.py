@@ -42,7 +42,7 @@ from tkernels.layers.tensor_parallel.functions import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
+from tkernels.layers.tensor_parallel.replica_check import has_others_hooks, note_input
 
 # Kinds of a module's hooks.
 HOOKS = (
@@ -103,6 +103,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         ctx = as_context(mesh, f"{type(self).__name__}: mesh")
         # The context's name, which operators take: modules are copied and pickled, contexts are not.
         self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
+        self._input_noted = self.sequence_parallel or getattr(self, "input_is_parallel", False)  # of a whole one
         device = ctx.device if device is None else device
         with checking(ctx, device):
             flags = {"bias": bias} | {name: getattr(self, name) for name in self._flags}
@@ -265,6 +266,8 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             raise ValueError(f"{name}: sequence_parallel splits the first of at least two dimensions, but x has one")
         if rows is not None and not self.sequence_parallel:
             raise ValueError(f"{name}: rows={rows} splits a sequence, but this layer has sequence_parallel=False")
+        if not (torch.compiler.is_compiling() or self._input_noted):
+            self._input_noted = note_input(self.weight, x, self.ctx)
 
     def _refuse_norms(self):
         """Raises ValueError for a weight that is made by what needs the whole matrix, and not this rank's part."""

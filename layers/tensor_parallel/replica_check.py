@@ -34,6 +34,7 @@ SLICES = 16  # of a gradient, each compared by its sum and size
 # lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
 EPS = torch.finfo(torch.bfloat16).eps
 TOLERANCE = EPS**0.5
+_INPUT = "tkernels_input"  # on a part of a weight: the summary of a whole input, until ranks have compared it
 _UNSUMMED = "tkernels_unsummed"  # on a parameter: an _Unsummed, until its gradient has been compared
 
 
@@ -420,7 +421,8 @@ def check_step(step: str, optimizer, trained: Callable[[], list[Trained]]):
 
 def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
     """Collective. Raises MismatchError for gradients that differ; others are not compared again."""
-    found = _gathered(ctx, step, {name: gradient_of(parameter) for name, parameter in marked.items()})
+    grads = {name: gradient_of(parameter) for name, parameter in marked.items()}
+    (found,) = _gathered(ctx, step, [_summaries(grads)])
     if differing := _differing(found):
         raise MismatchError(
             f"{step}: the gradients of {listed(differing)} differ between ranks, so these part. They are marked "
@@ -432,10 +434,18 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
 
 
 def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
-    """Collective. Warns of gradients that differ, of parameters that are no parts; and of parts that don't."""
-    parts = {each.name: each.parameter.detach() for each in trained if is_split(each.parameter) and not each.cut}
-    matrices = {name: part for name, part in parts.items() if part.dim() > 1}
-    if same := _equal(_gathered(ctx, step, matrices)):
+    """Collective. Warns of gradients that differ, of parameters that are no parts; and of parts that don't.
+
+    And of the inputs that whole ones have been told of (`note_input`), if they differ.
+    """
+    split = {each.name: each.parameter for each in trained if is_split(each.parameter) and not each.cut}
+    inputs = {name: vars(part).pop(_INPUT) for name, part in split.items() if hasattr(part, _INPUT)}
+    parts = {name: part.detach() for name, part in split.items() if part.dim() > 1}
+    wholes = [each for each in trained if not (is_split(each.parameter) or _is_over(each.parameter, ctx))]
+    grads = {each.name: each.grad for each in wholes}
+    summaries = [_summaries(parts), inputs, _summaries(grads)]
+    parts, inputs, found = _gathered(ctx, step, summaries, any(each.cut for each in trained))
+    if same := _equal(parts):
         warnings.warn(
             f"{step}: {listed(same)} are the same on all ranks, and so are their gradients, so that the model has the "
             f"features of one rank, several times. Each rank has its part of a weight; draw them from other random "
@@ -443,9 +453,14 @@ def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
             f"construction and in reset_parameters()",
             stacklevel=5,
         )
-    wholes = [each for each in trained if not (is_split(each.parameter) or _is_over(each.parameter, ctx))]
-    found = _gathered(ctx, step, {each.name: each.grad for each in wholes}, any(each.cut for each in wholes))
-    if (factors := _factors(found)) is not None:
+    if differing := _differing(inputs):
+        warnings.warn(
+            f"{step}: the inputs of the layers of {listed(differing)} differed between the ranks that have their "
+            f"parts, which multiply one input: these ranks have different batches or random masks. For each rank's "
+            f"rows of one batch there is sequence_parallel=True",
+            stacklevel=5,
+        )
+    elif (factors := _factors(found)) is not None:
         warnings.warn(
             f"{step}: the gradients of what ranks have in common differ between them by a factor, "
             f"{', '.join(f'{factor:.4g}' for factor in factors.tolist())}, as where each clips by the norm of its own "
@@ -464,25 +479,45 @@ def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
         )
 
 
-def _gathered(ctx: Context, step: str, grads: dict, cut: bool = False) -> dict[str, torch.Tensor]:
-    """Collective. Summaries of gradients, by name, as `_judgeable` has them.
+def note_input(weight: torch.Tensor, x: torch.Tensor, ctx: Context) -> bool:
+    """Let an optimizer's first step with a part of a weight compare what all its ranks must have had as an input.
+
+    Returns whether it has looked: not at what is traced or captured, or has no backward.
+    """
+    if _traced() or ctx.capturing or type(x) is not torch.Tensor or not torch.is_grad_enabled():
+        return False
+    setattr(weight, _INPUT, _summaries({"x": x.detach()})["x"])
+    return True
+
+
+def _summaries(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float]]:
+    """Of each what `_summary` says; nothing of those that are None, sparse or empty."""
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        dense = tensor is not None and tensor.layout is torch.strided and tensor.numel()
+        found[name] = _summary(tensor).tolist() if dense else []
+    return found
+
+
+def _gathered(ctx: Context, step: str, summaries: list[dict], cut: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Collective. Several ranks' summaries, by name, as `_judgeable` has them.
 
     cut: whether some are of pieces. Where a rank has such, only those count that all ranks have cut alike.
     """
-    names = {*grads}
-    grads = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items() if grad is not None}
-    dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided and grad.numel()}
-    summaries = {name: _summary(grad).tolist() for name, grad in dense.items()}
     try:
-        by_rank, names, cut = zip(*ctx.group.gather((summaries, names, cut), step, ctx.timeout_s), strict=True)
+        summaries, cut = zip(*ctx.group.gather((summaries, cut), step, ctx.timeout_s), strict=True)
     except OutOfStepError as error:
         raise TkernelsError(
             f"{error}. Ranks that have parts of the same layers step together; torch.amp.GradScaler skips the step of "
             f"one alone, where torch's ShardedGradScaler(process_group=...) skips that of all"
         ) from error
-    found = _judgeable(by_rank)
-    alike = set.intersection(*names)
-    return {name: each for name, each in found.items() if name in alike or not any(cut)}
+    found = []
+    for by_rank in zip(*summaries, strict=True):
+        alike = set.intersection(*({*each} for each in by_rank))
+        judgeable = _judgeable(by_rank).items()
+        found.append({name: each for name, each in judgeable if name in alike or not any(cut)})
+    return found
 
 
 def _trained_by(optimizer) -> list[Trained]:
