@@ -482,9 +482,11 @@ def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
 def note_input(weight: torch.Tensor, x: torch.Tensor, ctx: Context) -> bool:
     """Let an optimizer's first step with a part of a weight compare what all its ranks must have had as an input.
 
-    Returns whether it has looked: not at what is traced or captured, or has no backward.
+    Returns whether it has looked: not at what is traced or captured, has no backward, or is on another device.
     """
-    if _traced() or ctx.capturing or type(x) is not torch.Tensor or not torch.is_grad_enabled():
+    if _traced() or ctx.capturing or not torch.is_grad_enabled() or type(x) is not torch.Tensor:
+        return False
+    if x.device != ctx.device:
         return False
     setattr(weight, _INPUT, _summaries({"x": x.detach()})["x"])
     return True
