@@ -103,12 +103,12 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         ctx = as_context(mesh, f"{type(self).__name__}: mesh")
         # The context's name, which operators take: modules are copied and pickled, contexts are not.
         self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
-        self._input_noted = self.sequence_parallel or getattr(self, "input_is_parallel", False)  # of a whole one
         device = ctx.device if device is None else device
         with checking(ctx, device):
             flags = {"bias": bias} | {name: getattr(self, name) for name in self._flags}
             check_flags(type(self).__name__, **flags)
             self._check_options(ctx.size, in_features, out_features, dtype, device, init_method)
+        self._input_noted = self.sequence_parallel or getattr(self, "input_is_parallel", False)  # not of a whole one
         self._init_method = init_method
         self._take(self._draw(bias, device, dtype))
 
