@@ -277,6 +277,7 @@ class Channel:
 
         Does nothing once the context has been finalized. After a failure that its `check` raises it doesn't wait for
         the other ranks, which may be gone, and leaves the slots to the context; it raises what has not been raised yet.
+        A rank without one waits as long as for a signal, and raises OutOfStepError.
         """
         memory, self._memory = self._memory, None
         if memory is not None and not self.ctx.closed:
@@ -284,7 +285,9 @@ class Channel:
                 if not self.ctx.reported:
                     self.ctx.check()
                 return
-            self.ctx.group.barrier()
+            if self.ctx.device.type == "cuda":
+                torch.cuda.synchronize(self.ctx.device)
+            self.ctx.group.gather(None, limit_s=self.ctx.timeout_s)
             self.ctx.free(memory)
 
     def _parts(self, tensor: torch.Tensor, verb: str, peer: int | None):

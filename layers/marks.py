@@ -79,7 +79,7 @@ class MarkedModule(nn.Module):
     """
 
     def _ranks_with_parts(self) -> list[int]:
-        """The global ranks of which each has a part of this module's parameters; none if they are whole."""
+        """The global ranks that have parts of this module's parameters; none if these are whole, or it is not known."""
         return []
 
     def _refuse_ddp(self):
@@ -101,8 +101,10 @@ class MarkedModule(nn.Module):
 
     def __setattr__(self, name, value):
         if isinstance(value, DTensor) and name in vars(self).get("_marks", ()):
-            ranks, others = self._ranks_with_parts(), value.device_mesh.mesh.flatten().tolist()
-            if is_split(self._parameters.get(name)) and len({*ranks}.intersection(others)) > 1:
+            split = is_split(self._parameters.get(name))  # not what FSDP2 puts there once it has its own
+            ranks = self._ranks_with_parts() if split else []
+            others = value.device_mesh.mesh.flatten().tolist() if ranks else []
+            if len({*ranks}.intersection(others)) > 1:
                 raise ValueError(
                     f"{type(self).__name__}: {name} is split over ranks {ranks}, and its parts are taken for replicas "
                     f"by who puts a DTensor over ranks {others} in its place, such as torch's fully_shard; pass that a "

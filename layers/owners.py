@@ -118,9 +118,11 @@ def _check_step(optimizer, *_):
         )
     check_elementwise(f"{type(optimizer).__name__}.step", type(optimizer), parameters)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # torch's, whose import is slow
+        ranks = dist.get_process_group_ranks(optimizer.process_group)
         for number, parameter in enumerate(parameters):
-            what = f"ZeroRedundancyOptimizer.step: parameter {number}, of shape {tuple(parameter.shape)},"
-            check_replicas(what, parameter, dist.get_process_group_ranks(optimizer.process_group))
+            if is_split(parameter):
+                what = f"ZeroRedundancyOptimizer.step: parameter {number}, of shape {tuple(parameter.shape)},"
+                check_replicas(what, parameter, ranks)
 
 
 def leave_in_parts(parameters, why: str):

@@ -1,5 +1,6 @@
 """Channel: messages of any size in order, a credit for every slot, waits that end with a name, replays that count."""
 
+import contextlib
 import time
 
 import pytest
@@ -181,6 +182,22 @@ def test_a_receiver_that_never_releases_is_named(ctx, transport):
         assert (e.value.expected, e.value.seen) == (1, 0)  # generation 3 asks that generation 1 was read
         for said in ctx.group.gather(str(e.value)):  # and what rank 1 did meanwhile, which each asks in its own time
             assert "channel send: rank 0 waited 1 s for the signal of rank 1" in said
+
+
+@pytest.mark.ranks(2)
+def test_close_waits_for_no_rank_that_has_failed(ctx):
+    context = tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, timeout_s=2, default=False)
+    channel = Channel(context, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256)
+    if ctx.rank == 0:
+        context.fail("for the test")
+        channel.close()
+    else:
+        with pytest.raises(tkernels.TkernelsError):
+            channel.close()
+    ctx.group.barrier()
+    with contextlib.suppress(tkernels.TkernelsError):
+        context.finalize()
+    tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, default=False).finalize()
 
 
 @pytest.mark.ranks(2)

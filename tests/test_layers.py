@@ -535,8 +535,7 @@ def test_column_parallel_linear_tells_the_optimizer_of_wholes_whose_gradients_di
     assert "copy_to_tensor_model_parallel_region" in said
     assert len(warned(steps=9)) == 4  # 1, 2, 4 and 8
     own = normal((5, 8), torch.float32, 2 + ctx.rank).to(ctx.device)  # a batch of each rank's own
-    what = "gradients of scale, norm.weight differ" if sharded else "inputs of the layers of up.weight differed"
-    assert warned(x=own, names=True)[0].startswith(f"SGD.step: the {what}")
+    assert warned(x=own, names=True)[0].startswith("SGD.step: the gradients of scale, norm.weight differ")
     assert not warned(read, steps=2)
     assert not warned(read, before=lambda model: layers.clip_grad_norm_(model.parameters(), 0.1, mesh=ctx))
     if not sharded:
@@ -920,6 +919,7 @@ def test_parallel_layers_refuse_norms_of_whole_weights(ctx):
     torch.manual_seed(0)
     full = nn.Linear(4, 6).to(ctx.device)
     layer = norms.weight_norm(ColumnParallelLinear.from_linear(full, mesh=ctx, gather_output=True))
+    torch.compile(layer, backend="eager")(torch.ones(2, 4, device=ctx.device))
     x, optimizer = torch.ones(2, 4, device=ctx.device), torch.optim.SGD(layer.parameters(), 0.1)
     full = norms.weight_norm(full)
     layer(x).square().sum().backward()
@@ -970,24 +970,12 @@ def test_column_parallel_linear_runs_after_another_models_forward_has_failed_in_
     other = replicate(Fails().to(ctx.device))
     with pytest.raises(RuntimeError, match="no such forward"):
         other(torch.ones(2, device=ctx.device))
-    assert nn.parallel.DistributedDataParallel._active_ddp_module is not None
-    torch.manual_seed(0)
-    assert ColumnParallelLinear(4, 6, mesh=ctx)(torch.ones(2, 4, device=ctx.device)).shape == (2, 3)
-    nn.parallel.DistributedDataParallel._active_ddp_module = None
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_parallel_layers_tell_of_ranks_with_different_batches(ctx, kind):
-    """Where no parameter is whole, whose gradients would tell it."""
-    torch.manual_seed(0)
-    column = ColumnParallelLinear(8, 8, bias=False, mesh=ctx, gather_output=kind == "row")
-    row = RowParallelLinear(8, 8, bias=False, mesh=ctx, input_is_parallel=kind == "column")
-    model = nn.Sequential(column, nn.Tanh(), row) if kind == "column" else row
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(normal((4, 8), torch.float32, seed=ctx.rank, device=ctx.device)).square().sum().backward()
-    with pytest.warns(UserWarning, match="SGD.step: the inputs of the layers of parameter 0 .* differed"):
-        optimizer.step()
+    try:
+        assert nn.parallel.DistributedDataParallel._active_ddp_module is not None
+        torch.manual_seed(0)
+        assert ColumnParallelLinear(4, 6, mesh=ctx)(torch.ones(2, 4, device=ctx.device)).shape == (2, 3)
+    finally:
+        nn.parallel.DistributedDataParallel._active_ddp_module = None
 
 
 @pytest.mark.ranks(2)
@@ -1011,6 +999,14 @@ def test_parallel_layers_tell_of_parts_that_are_the_same_on_all_ranks(ctx):
         nn.init.normal_(layer.weight)
     with pytest.warns(UserWarning, match="AdamW.step: parameter 0 .*, parameter 1 .* are the same on all ranks"):
         step()
+    torch.manual_seed(1)
+    column, row = (kind(8, 8, bias=False, mesh=ctx) for kind in (ColumnParallelLinear, RowParallelLinear))
+    nn.init.ones_(column.weight)  # whose gradients tell ranks apart
+    frozen = ColumnParallelLinear(8, 8, bias=False, mesh=ctx, init_method=nn.init.ones_).requires_grad_(False)
+    row(column(x)).square().sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.SGD([*column.parameters(), *row.parameters(), *frozen.parameters()], 0.0).step()
 
 
 @pytest.mark.ranks(2)

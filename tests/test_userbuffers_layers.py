@@ -13,6 +13,7 @@ import torch
 from tensor_parallel import assert_accurate, fill, own_part, whole_state
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transports import gpu_only, late, launches
 
 import tkernels
@@ -1118,6 +1119,11 @@ def test_layers_tell_of_what_makes_ranks_part_or_be_one(ctx):
             torch.optim.Adafactor(same.parameters()).step()
         with pytest.raises(ValueError, match=r"is split over ranks \[0, 1\], and of each another part is trained"):
             OverlappedDDP(same, mesh=ctx)
+        alone = [torch.distributed.new_group([rank]) for rank in range(2)][ctx.rank]
+        late = te.Linear(H, 3 * H, tp_size=2, parallel_mode="column", params_dtype=torch.float32, device=ctx.device)
+        torch_fully_shard(late, mesh=DeviceMesh.from_group(alone, ctx.device.type))
+        late.set_tensor_parallel_group(ctx.group.process_group)
+        assert late(x).shape == (S, 1, 3 * H // 2)
         wrapped = nn.parallel.DistributedDataParallel(same, process_group=ctx.group.process_group)
         with pytest.raises(ValueError, match=r"Linear: the weight is split over ranks \[0, 1\], .* replicas"):
             wrapped(x)

@@ -26,7 +26,7 @@ from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_con
 from tkernels.comm.arguments import check_dense, check_flags, check_torch_dtype, check_type, whole
 from tkernels.comm.group import checksum
 from tkernels.layers.marks import RANKS, MarkedModule
-from tkernels.layers.owners import attributes
+from tkernels.layers.owners import attributes, check_initialized
 from tkernels.layers.tensor_parallel.activations import GATES, KNOWN
 from tkernels.layers.tensor_parallel.float8 import (
     Float8,
@@ -42,8 +42,9 @@ from tkernels.layers.tensor_parallel.functions import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from tkernels.layers.tensor_parallel.replica_check import has_others_hooks, note_input
+from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
 
+LINEARS = {"FalconLinear"}  # subclasses in other libraries whose own forward computes what nn.Linear's does
 # Kinds of a module's hooks.
 HOOKS = (
     "forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre",
@@ -71,12 +72,19 @@ def check_place(kind: str, device, dtype):
         raise ValueError(f"{kind}: device={device!r} is none that parameters can be on: {error}") from None
 
 
+def computes_as_linear(linear: nn.Linear) -> bool:
+    kind = type(linear)
+    return kind.forward is nn.Linear.forward or kind.__name__ in LINEARS or recipe_in(linear) is not None
+
+
 def check_replaceable(what: str, linear: nn.Linear):
     """Raises ValueError for what is lost where a layer takes an nn.Linear's place. what: the caller and the linear."""
     kind = type(linear)
+    for name, parameter in linear.named_parameters():
+        check_initialized(f"{what}'s {name}", parameter)
     if nn.utils.parametrize.is_parametrized(linear):
         raise ValueError(f"{what} is parametrized, which the new layer would lose; remove_parametrizations() before")
-    if kind.forward is not nn.Linear.forward and recipe_in(linear) is None:
+    if not computes_as_linear(linear):
         raise ValueError(f"{what} is a {kind.__qualname__} with a forward of its own, which the new layer would lose")
     if "forward" in vars(linear):
         raise ValueError(
@@ -108,7 +116,6 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             flags = {"bias": bias} | {name: getattr(self, name) for name in self._flags}
             check_flags(type(self).__name__, **flags)
             self._check_options(ctx.size, in_features, out_features, dtype, device, init_method)
-        self._input_noted = self.sequence_parallel or getattr(self, "input_is_parallel", False)  # not of a whole one
         self._init_method = init_method
         self._take(self._draw(bias, device, dtype))
 
@@ -257,7 +264,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         name = type(self).__name__
         check_dense(name, x=x)
         self._refuse_ddp()
-        if "weight" not in self._parameters:
+        if "weight" not in self._parameters and not torch.compiler.is_compiling():
             self._refuse_norms()
         found = x.shape[-1] if x.dim() else "missing"
         if found != features:
@@ -266,8 +273,6 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             raise ValueError(f"{name}: sequence_parallel splits the first of at least two dimensions, but x has one")
         if rows is not None and not self.sequence_parallel:
             raise ValueError(f"{name}: rows={rows} splits a sequence, but this layer has sequence_parallel=False")
-        if not (torch.compiler.is_compiling() or self._input_noted):
-            self._input_noted = note_input(self.weight, x, self.ctx)
 
     def _refuse_norms(self):
         """Raises ValueError for a weight that is made by what needs the whole matrix, and not this rank's part."""
@@ -275,7 +280,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
         by = [*itertools.chain(*lists), *self._forward_pre_hooks.values()]
         for each in by:
             kind = type(each).__name__.strip("_")
-            split = kind == "WeightNorm" and each.dim == self.partition_dim  # each norm is of this rank alone
+            split = kind == "WeightNorm" and getattr(each, "dim", None) == self.partition_dim  # each is of one rank
             if kind in ("SpectralNorm", "Orthogonal", "WeightNorm") and not split:
                 raise ValueError(
                     f"{type(self).__name__}: the weight is this rank's part, and {kind} takes it for the whole matrix; "

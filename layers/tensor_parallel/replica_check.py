@@ -34,7 +34,6 @@ SLICES = 16  # of a gradient, each compared by its sum and size
 # lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
 EPS = torch.finfo(torch.bfloat16).eps
 TOLERANCE = EPS**0.5
-_INPUT = "tkernels_input"  # on a part of a weight: the summary of a whole input, until ranks have compared it
 _UNSUMMED = "tkernels_unsummed"  # on a parameter: an _Unsummed, until its gradient has been compared
 
 
@@ -410,13 +409,13 @@ def check_step(step: str, optimizer, trained: Callable[[], list[Trained]]):
         if not each.cut and (unsummed := getattr(each.parameter, _UNSUMMED, None)):
             marked.setdefault(unsummed.context, {})[unsummed.name] = each.parameter
     parts = {getattr(each.parameter, RANKS, None) for each in trained if is_split(each.parameter)} - {None}
-    for ctx in open_contexts() if marked or parts else ():
-        if ctx.capturing:
-            continue
+    contexts = [ctx for ctx in open_contexts() if not ctx.capturing] if marked or parts else []
+    for ctx in contexts:
         if ctx.name in marked:
             _compare_marked(ctx, step, marked[ctx.name])
-        if parts == {ctx.name}:
-            _compare_wholes(ctx, step, trained)
+    over = {tuple(ctx.group.global_ranks): ctx for ctx in contexts if ctx.name in parts}
+    if len(over) == 1:  # the layers are over the same ranks
+        _compare_wholes(*over.values(), step, trained)
 
 
 def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
@@ -434,18 +433,16 @@ def _compare_marked(ctx: Context, step: str, marked: dict[str, torch.Tensor]):
 
 
 def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
-    """Collective. Warns of gradients that differ, of parameters that are no parts; and of parts that don't.
-
-    And of the inputs that whole ones have been told of (`note_input`), if they differ.
+    """Collective. Warns of gradients that differ, of parameters that are no parts; and of parts that don't differ, nor
+    their gradients.
     """
-    split = {each.name: each.parameter for each in trained if is_split(each.parameter) and not each.cut}
-    inputs = {name: vars(part).pop(_INPUT) for name, part in split.items() if hasattr(part, _INPUT)}
-    parts = {name: part.detach() for name, part in split.items() if part.dim() > 1}
+    parts = [each for each in trained if is_split(each.parameter) and not each.cut and each.grad is not None]
+    values = {each.name: each.parameter.detach() for each in parts if each.parameter.dim() > 1}
     wholes = [each for each in trained if not (is_split(each.parameter) or _is_over(each.parameter, ctx))]
-    grads = {each.name: each.grad for each in wholes}
-    summaries = [_summaries(parts), inputs, _summaries(grads)]
-    parts, inputs, found = _gathered(ctx, step, summaries, any(each.cut for each in trained))
-    if same := _equal(parts):
+    by_name = values, {each.name: each.grad for each in parts}, {each.name: each.grad for each in wholes}
+    cut = any(each.cut for each in trained)
+    values, grads, found = _gathered(ctx, step, [*map(_summaries, by_name)], cut)
+    if same := [name for name in _equal(values) if name in _equal(grads)]:
         warnings.warn(
             f"{step}: {listed(same)} are the same on all ranks, and so are their gradients, so that the model has the "
             f"features of one rank, several times. Each rank has its part of a weight; draw them from other random "
@@ -453,14 +450,7 @@ def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
             f"construction and in reset_parameters()",
             stacklevel=5,
         )
-    if differing := _differing(inputs):
-        warnings.warn(
-            f"{step}: the inputs of the layers of {listed(differing)} differed between the ranks that have their "
-            f"parts, which multiply one input: these ranks have different batches or random masks. For each rank's "
-            f"rows of one batch there is sequence_parallel=True",
-            stacklevel=5,
-        )
-    elif (factors := _factors(found)) is not None:
+    if (factors := _factors(found)) is not None:
         warnings.warn(
             f"{step}: the gradients of what ranks have in common differ between them by a factor, "
             f"{', '.join(f'{factor:.4g}' for factor in factors.tolist())}, as where each clips by the norm of its own "
@@ -477,19 +467,6 @@ def _compare_wholes(ctx: Context, step: str, trained: list[Trained]):
             f"or random masks. If each rank is to have its own parameter, mark it tensor_model_parallel = True",
             stacklevel=5,
         )
-
-
-def note_input(weight: torch.Tensor, x: torch.Tensor, ctx: Context) -> bool:
-    """Let an optimizer's first step with a part of a weight compare what all its ranks must have had as an input.
-
-    Returns whether it has looked: not at what is traced or captured, has no backward, or is on another device.
-    """
-    if _traced() or ctx.capturing or not torch.is_grad_enabled() or type(x) is not torch.Tensor:
-        return False
-    if x.device != ctx.device:
-        return False
-    setattr(weight, _INPUT, _summaries({"x": x.detach()})["x"])
-    return True
 
 
 def _summaries(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float]]:

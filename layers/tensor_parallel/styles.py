@@ -30,6 +30,7 @@ from tkernels.layers.owners import check_free, replace
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes, is_part
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.functions import gather_equal_parts
+from tkernels.layers.tensor_parallel.linear import computes_as_linear
 from tkernels.layers.tensor_parallel.modules import (
     ColwiseLinear,
     Layout,
@@ -43,9 +44,6 @@ from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, Summe
 
 _log = logging.getLogger("tkernels")
 
-# Subclasses of nn.Linear in other libraries whose own forward computes what nn.Linear's does.
-LINEARS = {"FalconLinear"}
-
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, a linear layer whose weight is [K, N]."""
@@ -54,9 +52,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    kind = type(module)
-    own = kind.forward is nn.Linear.forward or kind.__name__ in LINEARS or recipe_in(module) is not None
-    return isinstance(module, nn.Linear) and own or _is_conv1d(module)
+    return isinstance(module, nn.Linear) and computes_as_linear(module) or _is_conv1d(module)
 
 
 class Style(ParallelStyle):

@@ -66,6 +66,7 @@ def constructor(init):
 class ParallelModule(dataflow.DeferringModule, MarkedModule):
     """Base class of the layers: the group, the refused options, parameters, and deferred weight gradients."""
 
+    _marked = None  # the name of the context that parts are marked with
     _ignored = "_extra_state"  # entries of a state dict, TransformerEngine's of fp8, that have no place here
 
     def _configure(
@@ -98,7 +99,6 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         self.symmetric_ar_type = symmetric_ar_type
         self.init_method = init_method or functools.partial(nn.init.normal_, mean=0.0, std=0.023)
         self._init_methods = {}  # by parameter
-        self._marked = None  # the name of the context that parts are marked with
         self._float8 = {}  # by ub_name and what a recipe asks: a LayerScaling, whose histories outlast other recipes
 
     def __setattr__(self, name, value):
@@ -220,7 +220,9 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             self._initialize(name)
 
     def _ranks_with_parts(self) -> list[int]:
-        return [] if self.tp_size == 1 else dist.get_process_group_ranks(self._group())
+        split = any(marks["tensor_model_parallel"] for marks in vars(self).get("_marks", {}).values())
+        known = self.tp_group is not None or registry.is_ub_initialized()
+        return dist.get_process_group_ranks(self._group()) if split and known else []
 
     def _mark_context(self):
         """Mark parts with the communicators' context, if they are over it, so that optimizers' first steps compare."""
