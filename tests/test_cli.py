@@ -218,7 +218,7 @@ def test_help_and_wrong_arguments_come_at_once_without_torch():
 
 
 def test_ctrl_c_ends_quietly_with_130_and_leaves_no_process(tmp_path):
-    options = ["demo", "--runtime", "simulated", "--steps", "1000", "--no-plot"]
+    options = "demo --runtime simulated --parallel ddp --steps 100000 --no-plot".split()
     process = subprocess.Popen(
         [*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         cwd=tmp_path, env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

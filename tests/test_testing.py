@@ -104,6 +104,11 @@ def test_that_raises_as_expected(ctx):
 def test_failures_come_back_with_rank_and_traceback_and_the_next_test_has_new_ranks(run):
     result = run("""
 @pytest.mark.ranks(2)
+def test_that_skips_on_one_rank(ctx):
+    if ctx.rank == 1:
+        pytest.skip("not here")
+
+@pytest.mark.ranks(2)
 def test_that_fails_on_rank_1(ctx):
     if ctx.rank == 1:
         print("printed by rank 1")
@@ -125,14 +130,10 @@ def test_with_a_rank_that_dies(ctx):
     if ctx.rank == 1:
         os._exit(3)
     dist.barrier()
-
-@pytest.mark.ranks(2)
-def test_that_skips_on_one_rank(ctx):
-    if ctx.rank == 1:
-        pytest.skip("not here")
 """)
     result.assert_outcomes(passed=1, failed=4)
     result.stdout.fnmatch_lines([
+        "rank 1 skipped (not here), but ranks [[]0[]] did not;*",
         "rank 1 of 2: AssertionError: assert (1 + 40) == 42",
         "*in test_that_fails_on_rank_1",
         "*where 1 = Context(*).rank",
@@ -144,7 +145,6 @@ def test_that_skips_on_one_rank(ctx):
         "rank 1 (still running):",
         "*in test_that_hangs",
         "rank 1 of 2 exited with code 3 before it had finished",
-        "rank 1 skipped (not here), but ranks [[]0[]] did not;*",
     ])
     seconds = [r.duration for r in result.reprec.getreports() if r.when == "call" and "hangs" in r.nodeid]
     assert 5 <= seconds[0] < 600, "when it would have ended by itself"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensor_parallel import fill, own_part, whole_state
 from test_userbuffers import PRESETS
-from transports import launches
+from transports import by_pairs, launches
 
 import tkernels
 from tkernels.comm.device import operation_name
@@ -25,6 +25,8 @@ S, B, H = 24, 2, 32  # sequence, batch, hidden
 BULK = dict(ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 DGRAD = dict(ub_overlap_ag=True, ub_overlap_rs=True, ub_overlap_rs_dgrad=True)
 REDUCING = {"qkv_dgrad": {"method": "ring_exchange"}, "fc1_dgrad": {"method": "pipeline", "num_sm": 2}}
+FLAGS = {"bulk": BULK, "reducing dgrad": DGRAD}
+RECIPES = {"delayed": te.DelayedScaling(), "current": te.Float8CurrentScaling()}
 SCALES = 0.5, 2.0  # of the ranks
 
 
@@ -464,8 +466,8 @@ def test_linear_in_float8_refuses_another_dtype_than_the_communicators(ctx):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.Float8CurrentScaling()], ids=["delayed", "current"])
-@pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_layer_norm_mlp_in_float8_is_within_transformer_engines_limits(ctx, flags, recipe):
     """Beside the layer without overlap and the recomputed one, and in decibels beside the whole layer in fp64."""
     make = functools.partial(te.LayerNormMLP, H, 2 * H, set_parallel_mode=True)
@@ -561,9 +563,7 @@ UB_NAMES = {"Linear row": "proj", "Linear column": "qkv", "LayerNormLinear colum
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.Float8CurrentScaling()], ids=["delayed", "current"])
-@pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
-@pytest.mark.parametrize("kind", LAYERS)
+@by_pairs("kind, flags, recipe", {kind: kind for kind in LAYERS}, FLAGS, RECIPES)
 def test_layers_in_float8_are_within_transformer_engines_limits(ctx, kind, flags, recipe):
     def make(**options):
         overlaps = "ub_overlap_ag" in options

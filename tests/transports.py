@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from unittest import mock
@@ -34,6 +35,34 @@ every_transport_if_exhaustive = pytest.mark.parametrize(
     "transport", [TRANSPORTS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSPORTS[1:]), *NODES]
 )
 every_path = pytest.mark.parametrize("path", ["fused", "plain"])
+
+
+def by_pairs(names, *dimensions):
+    """Parametrizes by a product of dictionaries, whose keys are ids.
+
+    Without GPUs, a plain run takes only as many cases as it needs for each value beside each one of every other
+    dimension.
+    """
+    cases = list(itertools.product(*dimensions))
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
+    left, taken = set().union(*pairs.values()), set()
+    while left:
+        taken.add(case := max(cases, key=lambda case: len(pairs[case] & left)))
+        left -= pairs[case]
+    rest = [pytest.mark.exhaustive] * (tkernels.RUNTIME == "simulated")
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(
+                *(values[key] for values, key in zip(dimensions, case, strict=True)),
+                id="-".join(case),
+                marks=[] if case in taken else rest,
+            )
+            for case in cases
+        ],
+    )
+
+
 simulated_only = pytest.mark.skipif(
     tkernels.RUNTIME != "simulated", reason="replaces parts of the simulated runtime, or would corrupt a GPU's memory"
 )
