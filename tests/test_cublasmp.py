@@ -538,7 +538,7 @@ def test_matmul_alternates_its_inputs_while_ranks_are_late(ctx, transport):
         ]  # fmt: skip
         with Matmul(operands[0]["a"], operands[0]["b"], distributions=distributions, qualifiers="TN", mesh=ctx) as mm:
             mm.plan(epilog=epilog, epilog_inputs=operands[0]["epilog_inputs"])
-            for call in range(50 if ctx.size == 2 else 12):
+            for call in range(24 if ctx.size == 2 else 12):
                 if call % 10 == 3:
                     late(ctx, call % ctx.size, 0.02)
                 if call % 10 == 7:

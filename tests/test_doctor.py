@@ -48,6 +48,7 @@ def fail_or_answer_wrongly(ctx, name, transport):
 
 @starts_ranks(2)
 def test_doctor_names_what_is_broken_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "RANKS", 1)
     monkeypatch.setattr(doctor, "OPERATIONS", ("all_reduce", "barrier", "matmul"))
     monkeypatch.setattr(doctor, "try_operation", fail_or_answer_wrongly)
     assert cli.main(["doctor", "--json", str(tmp_path / "found.json")]) == 1
@@ -71,6 +72,7 @@ def test_doctor_counts_what_is_not_torchs(ctx, monkeypatch):
 
 @starts_ranks(2)
 def test_doctor_says_once_that_ranks_do_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "RANKS", 1)
     monkeypatch.setattr(doctor, "TIMEOUT_S", -1.0)
     assert cli.main(["doctor", "--json", str(tmp_path / "found.json")]) == 1
     found = json.loads((tmp_path / "found.json").read_text())

@@ -172,7 +172,7 @@ def test_the_code_of_the_tables_of_migration_runs(ctx, name):
         torch.manual_seed(0)
         model = nn.Sequential(Block(), Block()).to(ctx.device)
         parts = nn.Linear(8, 8, device=ctx.device), model, nn.Linear(8, 1, device=ctx.device)
-        with ctx:
+        with tkernels.init(ctx.group.process_group, heap_bytes=1 << 30):  # as a program's own
             made.append(eval(code, names | dict(model=model, parts=parts)))
             if isinstance(made[-1], nn.Module):
                 made[-1](x)
@@ -238,7 +238,10 @@ def test_the_example_of_traces_runs(ctx, tmp_path):
 def test_the_example_of_a_test_passes(pytester):
     example = next(block for block in blocks("python") if "pytest.mark.ranks" in block)
     pytester.makepyfile("import pytest\nimport tkernels\nimport torch\n\n\n" + example)
-    pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider").assert_outcomes(passed=2)
+    # Through the interpreter, the plugin's own tests have the other number of ranks.
+    fewer = ["-k", "2-ranks"] if tkernels.RUNTIME == "simulated" else []
+    result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *fewer)
+    result.assert_outcomes(passed=2 - bool(fewer), deselected=bool(fewer))
 
 
 def test_the_table_of_variables_names_each_that_is_read():

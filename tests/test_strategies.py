@@ -831,17 +831,22 @@ def check(ctx, name, system, path=None):
             assert_close_to(ours_is, theirs_is.double(), terms=512)
 
 
-# Through the interpreter, the first of each system's forms is asked of every scenario, and the others of every fourth.
-FIRST = ("fully_shard-parameters", "OverlappedDDP", "ZeroOptimizer-2")
+# Through the interpreter, the first of each system's forms is asked of every scenario. Of the others, one in turn is,
+# and those that have another cell than the first.
+FIRST = {"fully_shard": "fully_shard-parameters", "OverlappedDDP": "OverlappedDDP", "ZeroOptimizer": "ZeroOptimizer-2"}
+FIRST["FullyShard"] = FIRST["fully_shard"]
+OTHERS = [system for system in SYSTEMS if system not in FIRST.values()]
 
 
 def cells(tp):
-    return [
-        pytest.param(name, system, marks=pytest.mark.exhaustive if system not in FIRST and (i + j) % 4 else ())
-        for i, (name, scenario) in enumerate(SCENARIOS.items())
-        for j, system in enumerate(SYSTEMS)
-        if scenario.tp == tp and not isinstance(scenario.cell(system), Absent)
-    ]
+    made = []
+    for i, (name, scenario) in enumerate(SCENARIOS.items()):
+        for system in SYSTEMS:
+            cell, first = scenario.cell(system), FIRST[system.partition("-")[0]]
+            asked = system in (first, OTHERS[i % len(OTHERS)]) or cell != scenario.cell(first)
+            if scenario.tp == tp and not isinstance(cell, Absent):
+                made.append(pytest.param(name, system, marks=() if asked else pytest.mark.exhaustive))
+    return made
 
 
 @pytest.mark.ranks(2)
