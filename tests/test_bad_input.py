@@ -25,7 +25,7 @@ from tkernels.layers.cublasmp import BlockCyclic, Box, MatmulEpilog, MatmulOptio
 RIGHT = ValueError, TypeError, KeyError, NotImplementedError, TkernelsError
 # What the caller's own function raises, or torch's of which ours are a face, is as it comes.
 OTHERS = {"init_method", "output_layer_init_method", "get_rng_state_tracker", "optimizer_class", "lr"}
-SAMPLE = 5  # odd values for an argument in a plain run
+SAMPLE = 3  # odd values for an argument in a plain run
 
 
 class Odd:

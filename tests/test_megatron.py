@@ -205,7 +205,7 @@ def train_on_both(ctx, order):
         te.initialize_ub([8 * 2, 16], 2, dtype=torch.float32)
         split = {"tensor_model_parallel_size": 2}
         want = gpt(specs.get_gpt_layer_local_spec(normalization="RMSNorm"), ctx.rank, **split)
-        for overlap in (False, True):
+        for overlap in (False, True) if order == "shim first" else (True,):
             options = split | {"sequence_parallel": True, "tp_comm_overlap": overlap}
             got = gpt(specs.get_gpt_layer_with_transformer_engine_spec(), ctx.rank, **options)
             assert_alike(got, want)
