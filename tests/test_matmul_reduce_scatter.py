@@ -12,6 +12,7 @@ from execution import execution
 from products import TILINGS, own_rows_of_sum, sum_of_products
 from transports import (
     assert_stages,
+    covered,
     every_path,
     every_transport_and_nodes,
     every_transport_if_exhaustive,
@@ -166,10 +167,8 @@ def large(shape, dtype, seed, device):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_transport_if_exhaustive
-@every_path
-@every_reduction
+@covered("reduction, path, dtype", REDUCTIONS, ["fused", "plain"], [torch.bfloat16, torch.float16])
 def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype, path, reduction):
     ctx = over(ctx, transport)
     for N, usual in ((41, None), (40, dtype)):

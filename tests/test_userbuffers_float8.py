@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensor_parallel import fill, own_part, whole_state
 from test_userbuffers import PRESETS
-from transports import by_pairs, launches
+from transports import covered, launches
 
 import tkernels
 from tkernels.comm.device import operation_name
@@ -466,8 +466,7 @@ def test_linear_in_float8_refuses_another_dtype_than_the_communicators(ctx):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@covered("flags, recipe", FLAGS, RECIPES, together=1)  # the pairs: in the other layers, below
 def test_layer_norm_mlp_in_float8_is_within_transformer_engines_limits(ctx, flags, recipe):
     """Beside the layer without overlap and the recomputed one, and in decibels beside the whole layer in fp64."""
     make = functools.partial(te.LayerNormMLP, H, 2 * H, set_parallel_mode=True)
@@ -563,7 +562,7 @@ UB_NAMES = {"Linear row": "proj", "Linear column": "qkv", "LayerNormLinear colum
 
 
 @pytest.mark.ranks(2)
-@by_pairs("kind, flags, recipe", {kind: kind for kind in LAYERS}, FLAGS, RECIPES)
+@covered("kind, flags, recipe", list(LAYERS), FLAGS, RECIPES)
 def test_layers_in_float8_are_within_transformer_engines_limits(ctx, kind, flags, recipe):
     def make(**options):
         overlaps = "ub_overlap_ag" in options

@@ -37,18 +37,19 @@ every_transport_if_exhaustive = pytest.mark.parametrize(
 every_path = pytest.mark.parametrize("path", ["fused", "plain"])
 
 
-def by_pairs(names, *dimensions):
-    """Parametrizes by a product of dictionaries, whose keys are ids.
+def covered(names, *dimensions, together=2):
+    """Parametrizes by a product of lists, or of dictionaries, whose keys are ids.
 
-    Without GPUs, a plain run takes only as many cases as it needs for each value beside each one of every other
-    dimension.
+    Without GPUs, a plain run takes as few cases as it needs for all combinations of the values of so many dimensions:
+    for each pair, or with together=1 for each value.
     """
+    dimensions = [each if isinstance(each, dict) else {str(value): value for value in each} for each in dimensions]
     cases = list(itertools.product(*dimensions))
-    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
-    left, taken = set().union(*pairs.values()), set()
+    found = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
+    left, taken = set().union(*found.values()), set()
     while left:
-        taken.add(case := max(cases, key=lambda case: len(pairs[case] & left)))
-        left -= pairs[case]
+        taken.add(case := max(cases, key=lambda case: len(found[case] & left)))
+        left -= found[case]
     rest = [pytest.mark.exhaustive] * (tkernels.RUNTIME == "simulated")
     return pytest.mark.parametrize(
         names,
