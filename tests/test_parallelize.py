@@ -3,7 +3,6 @@
 import collections
 import copy
 import functools
-import inspect
 import math
 import pickle
 import re
@@ -821,10 +820,6 @@ def test_parallelize_refuses_stacked_projections_and_heads_by_the_models_config(
             parallelize(model, {name: words[0], "down": words[1]}, ctx)
 
 
-# The code of each class is asked for three times, and to find it inspect parses all of this file.
-finds_code_once = mock.patch.object(inspect, "getsource", functools.cache(inspect.getsource))
-
-
 class Attends(nn.Module):
     """Of hand-written attentions of heads of 4 features, two heads for keys and values."""
 
@@ -868,7 +863,6 @@ class AttendsAndFlattens(AttendsByFeatures):
 
 
 @pytest.mark.ranks(2)
-@finds_code_once
 def test_parallelize_refuses_an_attention_whose_code_counts_all_heads(ctx):
     """Whatever its names and however it is written; with -1 beside it, it would be wrong without a word."""
     plan = {"0.q": "colwise", "0.kv": "colwise", "0.o": "rowwise"}
@@ -943,7 +937,6 @@ class SplitsAfterwards(CountsByConfig):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
-@finds_code_once
 def test_parallelize_refuses_a_number_of_heads_that_may_be_of_all(ctx, words):
     """Where the module doesn't say a head's features, each rank's would be taken for as many heads of less features."""
     plan = {"[qk]": words[0], "o": words[1]}
@@ -1078,7 +1071,6 @@ class ChunksRows(ChunksAtOnce):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("words", [("column", "row"), ("colwise", "rowwise")])
-@finds_code_once
 def test_parallelize_refuses_stacked_projections_that_the_code_takes_apart(ctx, words):
     """Of which a rank would have other parts than the code takes them for, without a word."""
     plan, x = {"w12": words[0], "w3": words[1]}, normal((4, 8), torch.float32, 1, device=ctx.device)

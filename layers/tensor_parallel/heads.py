@@ -144,6 +144,11 @@ def _numbers(config, name: str) -> list[int]:
     return [number for number in numbers if isinstance(number, int)]
 
 
+@functools.lru_cache  # inspect parses all of a class's file for it
+def _source(kind: type) -> str:
+    return textwrap.dedent(inspect.getsource(kind))
+
+
 def _methods(kind: type) -> list[ast.AST]:
     """The code of a module's methods, but for __init__, and of those that they override if they call these.
 
@@ -151,7 +156,7 @@ def _methods(kind: type) -> list[ast.AST]:
     """
     try:
         kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
-        trees = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in kinds]
+        trees = [ast.parse(_source(each)).body[0] for each in kinds]
     except (OSError, TypeError, ValueError, SyntaxError):
         return []
     methods = {"__init__": []}
