@@ -285,9 +285,7 @@ class Channel:
                 if not self.ctx.reported:
                     self.ctx.check()
                 return
-            if self.ctx.device.type == "cuda":
-                torch.cuda.synchronize(self.ctx.device)
-            self.ctx.group.gather(None, limit_s=self.ctx.timeout_s)
+            self.ctx.group.barrier(limit_s=self.ctx.timeout_s)
             self.ctx.free(memory)
 
     def _parts(self, tensor: torch.Tensor, verb: str, peer: int | None):

@@ -19,7 +19,7 @@ from tkernels.comm.calls import Call, Shared, Turn
 from tkernels.comm.copies import Copies, Send
 from tkernels.comm.device import Link
 from tkernels.comm.errors import Fault, HeapExhaustedError, MismatchError, TkernelsError, WaitTimeoutError
-from tkernels.comm.group import Group, of_parent, until
+from tkernels.comm.group import Group, of_parent
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
@@ -30,7 +30,6 @@ MAX_CONSTANTS = 1024
 AFRESH = "The context can't be used any more; finalize() it and init() a new one"
 MEETS = Shared("a call that meets the other ranks", ()).number
 OP_MEETS = device.operation("a meeting")
-SETTLES_S = 5.0  # for what peers write to be there, once it is known to come if it does
 NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
@@ -454,9 +453,9 @@ class Context:
         a kernel, and the meeting for that rank. So they are told in an epoch of the workspace, and one that is in
         another call raises MismatchError.
 
-        The ranks meet first by `group.barrier`. Whoever tells of its meeting waits for nobody, so without it the call
-        in progress would write where a peer that is late still reads what the last one has sent: two inboxes are
-        enough for ranks that are one call apart, not two.
+        The block begins after the device's work so far, so ranks that meet in it have all told, and are done with the
+        last call. Whoever tells waits for nobody: else the call in progress would write where a peer that is late still
+        reads what the last one has sent. Two inboxes are enough for ranks that are one call apart, not two.
         """
         workspace = workspace or self._workspaces.current(self)
         if workspace.begun is None or self.capturing or self._compares_calls:  # ranks meet anyway, or can't
@@ -470,6 +469,8 @@ class Context:
         self.launch(
             announce_kernel, 1, workspace.state, workspace.table, self.rank, MEETS, self.link(OP_MEETS), num_warps=1
         )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         words = workspace.begun
         try:
             yield
@@ -477,8 +478,7 @@ class Context:
             raise
         except TkernelsError as error:
             self.check()  # a peer that has found out may have gone
-            # A peer that is here as well may have its stream come to it later.
-            if not until(lambda: calls.in_step(words.tolist(), self.rank), SETTLES_S if words.is_cuda else 0):
+            if not calls.in_step(words.tolist(), self.rank):
                 self.fail(f"{type(error).__name__}: {error}")  # the epochs of the workspace are out of step
             raise
 
@@ -518,7 +518,7 @@ class Context:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
         if self._interruption:
             raise TkernelsError(self._interruption)
-        deadline = time.monotonic() + SETTLES_S  # a flag is set shortly before its record is complete
+        deadline = time.monotonic() + 5.0  # a flag is set shortly before its record is complete
         while True:
             words = self._faults.cpu().view(-1, device.FAULT_RECORD.value)
             if not words[0, 0]:

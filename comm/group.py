@@ -185,7 +185,7 @@ class Group:
             return _hosts.get(group, group)
         limit, number = group._get_backend(group._device_types[0]).options._timeout, _meetings[self._key]
         here = lambda: all(met >= number for met, *_ in self._last_calls(store))  # noqa: E731
-        if not until(here, limit.total_seconds(), name_late):
+        if not _until(here, limit.total_seconds(), name_late):
             raise RuntimeError(f"some have not come within {limit}")
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [gloo_device()], 1, limit
@@ -232,7 +232,7 @@ class Group:
         verdict = f"{meeting}/verdict"  # until which no rank goes on
         if all(name == meeting for _, name, *_ in self._last_calls(store)):
             store.compare_set(verdict, "", "all are here")
-        elif not until(lambda: store.check([verdict]), limit_s, name_late):
+        elif not _until(lambda: store.check([verdict]), limit_s, name_late):
             late = f"no call for {limit_s:g} s"
             last = self._last_calls(store)
             where = [
@@ -344,15 +344,15 @@ class Group:
         with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
             store.set(f"{self._key}/{self.rank}/{topic}", text or "")
             for rank, key in ((rank, f"{self._key}/{rank}/{topic}") for rank in ranks):
-                if until(lambda key=key: store.check([key]), limit_s):
+                if _until(lambda key=key: store.check([key]), limit_s):
                     told[rank] = store.get(key).decode() or None
         return list(told.values())
 
-    def barrier(self, value=None) -> list:
+    def barrier(self, value=None, limit_s: float | None = None) -> list:
         """Collective. `gather`, after the device's work so far: a host barrier."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return self.gather(value)
+        return self.gather(value, limit_s=limit_s)
 
     def close(self):
         self.closed = True
@@ -396,7 +396,7 @@ def _store() -> dist.Store | None:
         return dist.distributed_c10d._get_default_store()
 
 
-def until(condition, limit_s: float, name_late=None) -> bool:
+def _until(condition, limit_s: float, name_late=None) -> bool:
     """Whether the condition comes true within the limit. A store's own wait would keep other threads out of it.
 
     name_late: called after PATIENCE_S.

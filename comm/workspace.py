@@ -6,7 +6,7 @@ device memory and signal with it, and the last program of the launch to finish a
 Why two inboxes are enough, with no barrier and no credit:
 
 1. In every call every rank tells every peer that it has begun it, even for zero rows, and waits until every peer has
-   (`device.begin_call`, `device.end_call`). What only tells (`Context.meeting`) has a barrier on the host behind it.
+   (`device.begin_call`, `device.end_call`). Behind what only tells, ranks meet on the host (`Context.meeting`).
 2. A rank sends the signals of call n + 1 only after its own call n has finished, since both run on one stream.
 3. So once every peer has told a rank that it has begun call n + 1, every peer has finished call n. In call n + 2 the
    rank may overwrite what call n left in the peers' inboxes.

@@ -1,4 +1,7 @@
-"""What Megatron's optimizers and gradient clipping read on a parameter, and what the layers here write there."""
+"""What Megatron's optimizers and gradient clipping read on a parameter, and what the layers here write there.
+
+And by which they refuse who takes ranks' parts for replicas.
+"""
 
 import torch
 import torch.distributed as dist

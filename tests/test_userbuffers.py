@@ -717,12 +717,12 @@ def test_initialize_ub_that_fails_anywhere_on_one_rank_raises_on_all_and_works_n
     ]  # fmt: skip
     before, contexts, gather, met = resources(), open_contexts(), Group.gather, []
 
-    def meets(group, value, call=None, fails_at=None):
+    def meets(group, value, call=None, fails_at=None, **limit):
         if call not in (registry.AGREED, registry.ENDED):
             if ctx.rank == 1 and len(met) == fails_at:
                 raise RuntimeError("boom")
             met.append(call)
-        return gather(group, value, call)
+        return gather(group, value, call, **limit)
 
     def fails():
         with pytest.raises(RuntimeError, match="boom") as caught:

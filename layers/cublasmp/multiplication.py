@@ -134,16 +134,16 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
 
 
 def _everyones(ctx: Context, request: _Request | Exception) -> list:
-    """Collective, and a barrier. By rank: its problem and scalars, or what is wrong with its call."""
+    """Collective. By rank: its problem and scalars, or what is wrong with its call."""
     if isinstance(request, Exception):
-        return ctx.group.barrier(request)
+        return ctx.group.gather(request)
     options = dataclasses.replace(request.problem.options, logger=None)  # it is local to this rank
     totals = request.problem.totals
     try:
         pickle.dumps(totals)
     except Exception:  # not every key can be sent
         totals = repr(totals)
-    return ctx.group.barrier((request.problem._replace(options=options, totals=totals), request.scalars))
+    return ctx.group.gather((request.problem._replace(options=options, totals=totals), request.scalars))
 
 
 def _plan(ctx: Context, request: _Request | Exception, stream) -> Plan:

@@ -179,7 +179,7 @@ class Plan:
                 )
             return
         with meeting(ctx, "cublasmp with another alpha or beta"):
-            found = ctx.group.barrier(scalars)
+            found = ctx.group.gather(scalars)
         if len(set(found)) > 1:
             raise InconsistentError(f"cublasmp: alpha and beta differ, by rank: {', '.join(found)}")
         self._agreed = [each for each in self._agreed[-MAX_AGREED:] if each != scalars] + [scalars]
@@ -227,10 +227,7 @@ class Plan:
 
 @contextlib.contextmanager
 def meeting(ctx: Context, call: str):
-    """The block meets the other ranks, some of which may go on to a kernel by a plan; then they raise MismatchError.
-
-    By a barrier first of all, as `Context.meeting` asks for.
-    """
+    """The block meets the other ranks, some of which may go on to a kernel by a plan; then they raise MismatchError."""
     with ctx.group.during(lambda: (call, {})), ctx.meeting():
         yield
 
