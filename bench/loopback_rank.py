@@ -116,7 +116,7 @@ def _join(group, process_group=None, size=1):
     group.process_group, group.rank, group.size, group.global_ranks = None, 0, size, list(range(size))
 
 
-def _gather(group, value, call=None):
+def _gather(group, value, call=None, limit_s=None):
     """A meeting: all others say the same. They were there first, so their signals follow at once."""
     if Peerless.latest is not None:
         Peerless.latest.raise_signals()
