@@ -1,16 +1,20 @@
 """Tensor-parallel layers in FP8: their noise beside fp64, the copies of their weights, training beside bf16."""
 
 import copy
+import functools
 import math
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tkernels
 from tkernels import layers
@@ -87,7 +91,7 @@ def run(ctx, model, kind: str, x, dy, part: bool = True):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.gathers_weights])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_float8_layers_are_within_torchaos_limits_of_fp64(ctx, kind, recipe):
     model = linear()
@@ -430,6 +434,112 @@ def test_float8_under_fully_shard_trains_as_without_it(ctx, fully_shard):
     ctx.check()
 
 
+def gathering(recipe: str):
+    return RECIPES[recipe]._replace(gathers_weights=True)
+
+
+class Gathers:
+    """The dtypes and sizes of what tkernels.all_gather is given, while it is open."""
+
+    def __enter__(self):
+        self.seen, self._call = [], tkernels.all_gather
+        self._patch = mock.patch.object(tkernels, "all_gather", self._note)
+        self._patch.__enter__()
+        return self
+
+    def _note(self, x, **options):
+        self.seen.append((x.dtype, x.numel()))
+        return self._call(x, **options)
+
+    def __exit__(self, *raised):
+        self._patch.__exit__(*raised)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_with_gw_fp8"])
+@pytest.mark.parametrize("strategy", ["parameters", "gradients"])
+def test_fully_shard_gathers_float8_weights_as_their_layers_quantize_them(ctx, strategy, recipe):
+    """Bit for bit, over 2 data-parallel and perhaps 2 tensor-parallel ranks: siblings too, which have one scale."""
+    mesh = init_device_mesh(ctx.device.type, (2, ctx.size // 2), mesh_dim_names=("dp", "tp"))
+    x = normal((BATCH, SEQUENCE, K), torch.bfloat16, 1 + mesh.get_local_rank("dp")).to(ctx.device)
+    found = []
+    for float8 in (RECIPES[recipe], gathering(recipe)):
+        model = Attention().to(ctx.device)
+        plan = {"": ColwiseParallelGroup("q", "k", "v", float8=float8), "o": RowwiseParallel(float8=float8)}
+        parallelize_module(model, mesh["tp"], plan)
+        layers.fully_shard(model, mesh=mesh["dp"], strategy=strategy, reshard_after_forward=strategy == "parameters")
+        optimizer, results = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        with Gathers() as gathers:
+            for _ in range(3):
+                for _ in range(2):
+                    loss = model(x).float().square().mean()
+                    loss.backward()
+                results += [loss.item(), *(full(each.grad) for each in model.parameters())]
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    results.append(model(x).float().sum().item())
+        results += [full(each) for each in model.parameters()]
+        found.append([torch.as_tensor(each) for each in results])
+        assert all(each.isfinite().all() for each in found[-1])
+        weights = sum(each._local_tensor.numel() for each in model.parameters() if each.dim() == 2)
+        widest = max(numel for dtype, numel in gathers.seen if dtype == torch.bfloat16)
+        assert (weights <= widest) == (not float8.gathers_weights)
+        assert ((torch.uint8, weights) in gathers.seen) == float8.gathers_weights
+    assert all(map(torch.equal, *found))
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_gathers_float8_weights_of_fp32_masters(ctx):
+    """Rounded once, of fp32, so not the bits of a gather in bf16. With checkpoints, compiled, and uneven rows."""
+    x, y = (normal((6, width), torch.bfloat16, 1 + ctx.rank, ctx.device) for width in (48, 48))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = {}
+    for name in ("exact", "plain", "gathered", "checkpointed", "compiled"):
+        float8 = None if name == "exact" else RECIPES["tensorwise"]._replace(gathers_weights=name != "plain")
+        first, second = linear(48, 80, torch.float32), linear(80, 48, torch.float32, seed=9)
+        made = {"mesh": init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "tp"))["tp"], "float8": float8}
+        blocks = [ColumnParallelLinear.from_linear(first, **made), RowParallelLinear.from_linear(second, **made)]
+        model = nn.Sequential(*blocks).to(ctx.device)
+        layers.fully_shard(model, mesh=ctx, mp_policy=policy)
+        call = torch.compile(model, backend="eager") if name == "compiled" else model
+        if name == "checkpointed":
+            call = functools.partial(checkpoint, model, use_reentrant=False)
+        for _ in range(2):
+            loss = functional.mse_loss(call(x).float(), y.float())
+            loss.backward()
+        found[name] = [loss.detach().cpu(), *(full(each.grad) for each in model.parameters())]
+    assert all(map(torch.equal, found["gathered"], found["checkpointed"]))
+    assert all(map(torch.equal, found["gathered"], found["compiled"]))
+    assert not torch.equal(found["gathered"][0], found["plain"][0])
+    for got, want in zip(found["gathered"][1:], found["exact"][1:], strict=True):
+        assert decibels(got, want) > GRADIENT_DB
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_float8_weights_that_others_take(ctx):
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    model = nn.Sequential(linear(), linear(N, K)).to(ctx.device)
+    parallelize_module(model, tp, {"0": ColwiseParallel(float8="tensorwise_with_fp8_gather")})
+    whole = nn.Linear(K, N, dtype=torch.bfloat16, device=ctx.device)
+    whole.weight = model[0].weight
+    tied = r"^fully_shard: 0.0.weight is to be gathered in FP8 .*, but is also that of a Linear, .* untie"
+    with pytest.raises(ValueError, match=tied):
+        layers.fully_shard(nn.Sequential(model, whole), mesh=dp)
+    # Alone, and where nothing is split, there is nothing to gather.
+    x, found = normal((8, K), torch.bfloat16, 1, ctx.device), []
+    for float8 in ("tensorwise", "tensorwise_with_fp8_gather"):
+        one = parallelize_module(linear().to(ctx.device), tp, ColwiseParallel(float8=float8))
+        found.append(one(x).detach())
+        layers.fully_shard(one, mesh=dp, strategy="replicate")
+        found.append(one(x).detach())
+    assert all(torch.equal(each, found[0]) for each in found)
+    ctx.check()
+
+
 @pytest.mark.ranks(2)
 def test_float8_under_autocast_quantizes_fp32_weights_and_gives_fp32_gradients(ctx):
     model = nn.Sequential(linear(dtype=torch.float32), linear(N, K, torch.float32, seed=9))
@@ -464,8 +574,9 @@ def test_float8_is_refused_by_name(ctx):
             parallelize_module(nn.Sequential(nn.Linear(*sizes)), mesh, {"0": style(float8="rowwise")})
     with pytest.raises(ValueError, match="ColumnParallelLinear: float8 takes .* has 24 out-features"):
         ColumnParallelLinear(64, 48, float8="rowwise", mesh=ctx)
-    with pytest.raises(ValueError, match='has scales of rows, but weight_gradient=True takes scale="tensor"'):
-        ColwiseParallel(float8=RECIPES["rowwise"]._replace(weight_gradient=True))
+    for beyond in ("weight_gradient", "gathers_weights"):
+        with pytest.raises(ValueError, match='has scales of rows, .* take scale="tensor"'):
+            ColwiseParallel(float8=RECIPES["rowwise"]._replace(**{beyond: True}))
     with pytest.raises(ValueError, match="RowParallelLinear: float8='fp8' is no recipe"):
         RowParallelLinear(64, 64, float8="fp8", mesh=ctx)
     with pytest.raises(TypeError, match="Embedding, but float8 is for linear layers"):

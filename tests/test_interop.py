@@ -543,10 +543,17 @@ def test_parallelize_takes_torchaos_float8_linears(ctx, recipe):
             assert noise < limit * right.square().sum()
             limit = 10**-1.7
     if recipe == "tensorwise":
-        odd = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-        model = float8.convert_to_float8_training(copy.deepcopy(whole), config=odd)
+        model = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
+        want = parallelize(model, {"0": "colwise", "2": "rowwise"}, ctx).to(ctx.device)(x.to(ctx.device))
+        gathers = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+        for plan in ({"0": "colwise", "2": "rowwise"}, {"0": "column", "2": "row"}):
+            model = float8.convert_to_float8_training(copy.deepcopy(whole), config=gathers)
+            parallelize(model, plan, ctx).to(ctx.device)
+            assert model[0]._float8.recipe.gathers_weights
+            assert torch.equal(model(x.to(ctx.device)), want)
+        odd = float8.Float8LinearConfig(cast_config_weight=float8.CastConfig(target_dtype=torch.float8_e5m2))
         with pytest.raises(ValueError, match="a Float8Linear with .* has no equal here"):
-            parallelize(model, {"0": "colwise"}, ctx)
+            parallelize(float8.convert_to_float8_training(copy.deepcopy(whole), config=odd), {"0": "colwise"}, ctx)
 
 
 @pytest.mark.ranks(2, 4)

@@ -446,19 +446,25 @@ def quantize_reference(
     x: torch.Tensor, scale: str, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` in torch: the same bits."""
-    x, most = x.float(), torch.finfo(dtype).max
+    x = x.float()
     finite = x.isfinite()
     magnitude = torch.where(finite, x.abs(), 0)
     if x.numel() == 0:  # nothing is scaled as zeros are
         largest = x.new_zeros((*x.shape[:-1], 1) if scale == "row" else ())
     else:
         largest = magnitude.amax(-1, keepdim=True) if scale == "row" else magnitude.amax()
-    # By a tensor: a division by a number is, on a GPU, a product with its rounded inverse.
-    unit = (largest / torch.full_like(largest, most)).clamp_min(LEAST.value)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(unit)  # 0.5 <= mantissa < 1
-        unit = torch.ldexp(torch.ones_like(unit), exponent - (mantissa == 0.5).int())
+    unit = scale_reference(largest, dtype, power_of_two)
     return torch.where(finite, x * (1 / unit), torch.nan).to(dtype), unit
+
+
+def scale_reference(largest: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    """The scale of values up to `largest`, fp32, in that format."""
+    # By a tensor: a division by a number is, on a GPU, a product with its rounded inverse.
+    unit = (largest / torch.full_like(largest, torch.finfo(dtype).max)).clamp_min(LEAST.value)
+    if not power_of_two:
+        return unit
+    mantissa, exponent = torch.frexp(unit)  # 0.5 <= mantissa < 1
+    return torch.ldexp(torch.ones_like(unit), exponent - (mantissa == 0.5).int())
 
 
 def _takes_fp8(device: torch.device) -> bool:

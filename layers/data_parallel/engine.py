@@ -356,13 +356,13 @@ class Engine:
     def _plan(self):
         """Make the pool, or another one if other units are kept now."""
         sharing = {unit for unit in self.units if unit.shares_memory()}
-        kinds = [[(group.param_dtype, group.in_place) for group in unit.groups] for unit in self.units]
+        kinds = [[(group.gathered_dtype, group.in_place) for group in unit.groups] for unit in self.units]
         # Who shares may change between a forward and its backward, which needs the parameters where they were.
         if kinds == self._kinds and (sharing == self.sharing or any(c.to_end() for u in self.units for c in u.calls)):
             return
 
         def buckets(unit):
-            return [Bucket(group.id, group.param_dtype, group.numel) for group in unit.groups if not group.in_place]
+            return [Bucket(group.id, group.gathered_dtype, group.numel) for group in unit.groups if not group.in_place]
 
         for unit in self.units:
             for group in unit.groups:

@@ -30,11 +30,13 @@ from tkernels.comm.arguments import check_flags, check_type, several, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
+from tkernels.layers.data_parallel.float8_group import ELEMENTS, Float8Group
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
 from tkernels.layers.marks import check_replicas, is_split
 from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 from tkernels.layers.tensor_parallel.dtensors import let_grad_scaler_see_all_ranks, mesh_of
+from tkernels.layers.tensor_parallel.float8 import gathered_by
 
 _SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
 
@@ -112,8 +114,10 @@ def fully_shard(
         parameters, places = _parameters_of(modules, managed, ignored := _ignored(ignored_params))
         for part in managed:
             _check_module(part)
+        float8 = {}
         for name, parameter in parameters.items():
             _check_parameter(name, parameter, mp_policy, ranks.mesh)
+            float8[name] = None if ranks.shard is None else gathered_by(f"fully_shard: {name}", places[name])
             for ctx in ranks.contexts:
                 check_replicas(f"fully_shard: {name}", parameter, ctx.group.global_ranks)
     options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
@@ -129,14 +133,17 @@ def fully_shard(
         )  # fmt: skip
 
     beside = _tensor_parallel_mesh(modules, ranks.mesh)
-    by_kind: dict[tuple, list[Parameter]] = {}
+    by_kind: dict[tuple, list[Parameter]] = {}  # dtype, param_dtype, that of FP8
     for name, parameter in parameters.items():
-        kind = parameter.dtype, param_dtype_of(parameter.dtype, mp_policy)
-        by_kind.setdefault(kind, []).append(Parameter.of(name, places[name], parameter, ranks, beside, device))
+        kind = dict.fromkeys([parameter.dtype, param_dtype_of(parameter.dtype, mp_policy)])
+        if float8[name] is not None:  # of one power_of_two
+            kind |= dict.fromkeys([ELEMENTS] + ["powers of two"] * float8[name].recipe.power_of_two)
+        part = Parameter.of(name, places[name], parameter, ranks, beside, device, float8[name])
+        by_kind.setdefault(tuple(kind), []).append(part)
         setattr(parameter, _SHARDED, name)
     groups = [
-        ParamGroup(
-            "-".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(kind)), parameters, ranks, mp_policy
+        (Float8Group if ELEMENTS in kind else ParamGroup)(
+            "-".join(str(each).removeprefix("torch.") for each in kind), parameters, ranks, mp_policy
         )
         for kind, parameters in by_kind.items()
     ]

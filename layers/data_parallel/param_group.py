@@ -31,6 +31,7 @@ from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.layers.data_parallel.layout import Layout
 from tkernels.layers.owners import attributes, replace, untrained, weakly
+from tkernels.layers.tensor_parallel.float8 import Float8
 from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
 
 _GATHERED = (
@@ -106,7 +107,8 @@ class DataParallelRanks:
 class Parameter:
     """One parameter of a group.
 
-    places: (module, attribute) of all its names. shape: of the whole, on this rank.
+    places: (module, attribute) of all its names. shape: of the whole, on this rank. float8: of the layer that
+    multiplies by it, if it is gathered in FP8.
     producer: the stream that has written `whole.grad` last. unrounded: the gradient of the sharded one before it was
     rounded to that one's dtype, if `reduce_dtype` is wider; of the comm stream, which alone uses it.
     """
@@ -120,12 +122,13 @@ class Parameter:
     whole: nn.Parameter | None = None
     producer: object = None
     unrounded: torch.Tensor | None = None
+    float8: Float8 | None = None
     _marks: dict = field(default_factory=dict)
     _hooks: list = field(default_factory=list)  # on gradients of the whole: registered before, or by a ReplicaCheck
 
     @classmethod
     @torch.no_grad()
-    def of(cls, name, places, parameter: nn.Parameter, ranks: DataParallelRanks, beside, device) -> "Parameter":
+    def of(cls, name, places, parameter: nn.Parameter, ranks: DataParallelRanks, beside, device, float8) -> "Parameter":
         """Split a parameter; the module gets the sharded one. beside: see DataParallelRanks.spec_of."""
         spec, marks = ranks.spec_of(parameter, beside), attributes(parameter)
         tensor_parallel = parameter._spec if isinstance(parameter, DTensor) else None
@@ -137,7 +140,7 @@ class Parameter:
         sharded = nn.Parameter(DTensor(part, spec, requires_grad=False), requires_grad=parameter.requires_grad)
         replace(parameter, sharded, "fully_shard")
         hooks = list((parameter._backward_hooks or {}).values())
-        made = cls(name, places, sharded, local.shape, tensor_parallel, _marks=marks, _hooks=hooks)
+        made = cls(name, places, sharded, local.shape, tensor_parallel, float8=float8, _marks=marks, _hooks=hooks)
         made.register(sharded)
         return made
 
@@ -259,6 +262,10 @@ class ParamGroup:
         return param_dtype_of(self.dtype, self.policy)
 
     @property
+    def gathered_dtype(self) -> torch.dtype:
+        return self.param_dtype
+
+    @property
     def in_place(self) -> bool:
         """Whether the whole parameters are the sharded ones' memory: nothing is split, and nothing converted."""
         return self.ranks.shard is None and self.param_dtype == self.dtype
@@ -348,7 +355,7 @@ class ParamGroup:
         if ctx is None:
             whole.copy_(flat)
             return
-        send = flat if flat.dtype == whole.dtype else flat.to(whole.dtype)
+        send = self.sent(whole)
         if layout.packed:
             staging = tkernels.all_gather(send[: layout.packed], ctx=ctx).view(ctx.size, layout.packed)
             torch.split_with_sizes_copy(staging, layout.packed_numels, dim=1, out=layout.landings(whole))
@@ -356,14 +363,24 @@ class ParamGroup:
             landing = whole[ctx.size * part.start :][: ctx.size * part.numel]
             tkernels.all_gather(send[part.start :][: part.numel], out=landing, ctx=ctx)
 
+    def sent(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank contributes to the gathered buffer [S]."""
+        return self.flat.to(whole.dtype)
+
+    def wholes(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """What the whole parameters are, in this gathered buffer.
+
+        torch.compile can't take a DTensor whose local tensor is a view that starts within a storage. Through dlpack
+        each has a storage of its own, and a count of writes of its own: gathers are none of autograd's.
+        """
+        return [torch.from_dlpack(view) for view in self.layout.wholes(whole)]
+
     def expose(self, whole: torch.Tensor):
         """Give the module the whole parameters, in this gathered buffer."""
         views = self._views.get(whole.data_ptr())
         if views is None:
-            # torch.compile can't take a DTensor whose local tensor is a view that starts within a storage. Through
-            # dlpack each has a storage of its own, and a count of writes of its own: gathers are none of autograd's.
             with lasting():
-                views = self._views[whole.data_ptr()] = [torch.from_dlpack(view) for view in self.layout.wholes(whole)]
+                views = self._views[whole.data_ptr()] = self.wholes(whole)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.whole.requires_grad_(parameter.sharded.requires_grad)
             parameter.point(view)

@@ -19,7 +19,8 @@ others' elements are rounded again. Copying moves 2 bytes an element; to dequant
 The activation before a row layer is part of quantizing where scales are of rows: one kernel reads what it is applied to
 and writes FP8. Backward has what it was applied to, for its gradient, and applies it again for the weight's gradient.
 
-Copies of weights are kept from call to call until a weight changes (`Copies`).
+Copies of weights are kept from call to call until a weight changes (`Copies`). Weights that fully_shard has gathered in
+FP8 are multiplied by where they lie (`Gathered`).
 """
 
 from dataclasses import dataclass, replace
@@ -142,6 +143,7 @@ class Recipe(NamedTuple):
     gathers_again: for the weight's gradient, what has travelled in FP8 travels again as it was.
     fast_accum, fast_accum_backward: of the output and of the gradients, as in tkernels.matmul.
     weight_gradient: in FP8 too, of scales of one kind, "tensor".
+    gathers_weights: fully_shard of this library gathers the weights in FP8, for scales of that kind, too.
     """
 
     scale: str = "row"
@@ -151,6 +153,7 @@ class Recipe(NamedTuple):
     fast_accum: bool = True
     fast_accum_backward: bool = False
     weight_gradient: bool = False
+    gathers_weights: bool = False
 
     def quantize(
         self, x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, activation: str | None = None
@@ -165,13 +168,17 @@ RECIPES = {
     "rowwise_with_gw_hp": Recipe(gathers_again=True),
     "tensorwise": Recipe("tensor", False, torch.float8_e5m2),
     "tensorwise_with_gw_fp8": Recipe("tensor", False, torch.float8_e5m2, weight_gradient=True),
+    "tensorwise_with_fp8_gather": Recipe("tensor", False, torch.float8_e5m2, gathers_weights=True),
 }
 
 
 def recipe_of(caller: str, float8: str | Recipe | None) -> Recipe | None:
     """The recipe of that name. Raises ValueError for none that this library has."""
-    if isinstance(float8, Recipe) and float8.weight_gradient and float8.scale != "tensor":
-        raise ValueError(f'{caller}: {float8} has scales of rows, but weight_gradient=True takes scale="tensor"')
+    if isinstance(float8, Recipe) and (float8.weight_gradient or float8.gathers_weights) and float8.scale != "tensor":
+        raise ValueError(
+            f'{caller}: {float8} has scales of rows, but weight_gradient=True and gathers_weights=True take '
+            f'scale="tensor"'
+        )
     if float8 is None or isinstance(float8, Recipe):
         return float8
     if not isinstance(float8, str) or float8 not in RECIPES:
@@ -192,12 +199,12 @@ def recipe_in(module: torch.nn.Module) -> Recipe | None:
     casts = config.cast_config_input, config.cast_config_weight, config.cast_config_grad_output
     scales = {cast.scaling_granularity.value for cast in casts}
     plain = all(cast.scaling_type.value == "dynamic" and cast.target_dtype in FP8 for cast in casts)
+    gathers = config.enable_fsdp_float8_all_gather
     e4m3 = all(cast.target_dtype == torch.float8_e4m3fn for cast in casts[:2])
-    if not plain or not e4m3 or len(scales) > 1 or config.enable_fsdp_float8_all_gather:
+    if not plain or not e4m3 or len(scales) > 1 or gathers and scales == {"axiswise"}:
         raise ValueError(
             f"a Float8Linear with {config} has no equal here: all of input, weight and gradient are cast dynamically, "
-            f"with scales of one kind, the first two to e4m3, and weights are plain tensors "
-            f"(enable_fsdp_float8_all_gather=False)"
+            f"with scales of one kind, the first two to e4m3, and with enable_fsdp_float8_all_gather one for a tensor"
         )
     return Recipe(
         scale="row" if scales == {"axiswise"} else "tensor",
@@ -206,7 +213,13 @@ def recipe_in(module: torch.nn.Module) -> Recipe | None:
         gathers_again=config.cast_config_input_for_grad_weight.scaling_type.value == "disabled",
         fast_accum=config.gemm_config_output.use_fast_accum,
         fast_accum_backward=config.gemm_config_grad_input.use_fast_accum,
+        gathers_weights=gathers,
     )
+
+
+def unwrapped(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that torchao has wrapped, for torch's FSDP2 to gather in FP8; any other as it is."""
+    return parameter._tensor if type(parameter).__name__ == "WeightWithDynamicFloat8CastTensor" else parameter
 
 
 def check_features(caller: str, **features: int):
@@ -259,6 +272,42 @@ class Copies:
         return Copies, ()
 
 
+GATHERED = "_tkernels_float8"  # on a parameter: its elements and their scale, as fully_shard has gathered them
+
+
+class Gathered:
+    """Weights that fully_shard has gathered in FP8, in place of `Copies`."""
+
+    @staticmethod
+    def of(parameters, ws, recipe: Recipe, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of Copies. Of what fully_shard has left alone a copy is made."""
+        parts = [getattr(each, GATHERED, None) or recipe.quantize(w) for each, w in zip(parameters, ws, strict=True)]
+        data, scale = parts[0]
+        if len(parts) > 1:
+            data = torch.cat([data.view(torch.uint8) for data, _ in parts]).view(data.dtype)
+            scale = torch.cat([scale.expand(len(data), 1) for data, scale in parts])
+        return ops.transpose_quantized(data, scale) if transposed else (data, scale)
+
+
+def gathered_by(what: str, places: list[tuple[torch.nn.Module, str]]) -> "Float8 | None":
+    """Of the layer for which a parameter with these places, (module, attribute), is to be gathered in FP8, if it is.
+
+    Raises ValueError if others take the same parameter.
+    """
+    layers = [
+        module._float8 if isinstance(module, MultipliesInFloat8) and name == "weight" else None
+        for module, name in places
+    ]
+    gathers = [each is not None and each.recipe.gathers_weights for each in layers]
+    if any(gathers) and not all(gathers):
+        kind = type(places[gathers.index(False)][0]).__name__
+        raise ValueError(
+            f"{what} is to be gathered in FP8 (gathers_weights), but is also that of a {kind}, which doesn't take it "
+            f"so; untie them, or take a recipe without it"
+        )
+    return layers[0] if gathers[0] else None
+
+
 def quantized_weights(ws, recipe: Recipe, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     w = ws[0] if len(ws) == 1 else torch.cat(ws)
     return recipe.quantize(w.t() if transposed else w)
@@ -280,12 +329,17 @@ class Float8:
         dimension `dim`, which is gathered or scattered. keep: what is gathered in forward, for the weights' gradients;
         else it is gathered again, as it was.
         """
+        if self.recipe.gathers_weights and torch.compiler.is_compiling():  # it doesn't see what lies beside a weight
+            product = torch.compiler.disable(self.product)
+            return product(kind, x, parameters, ws, biases, ctx, dim, rows, keep, activation)
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "float8: torch.func (grad, vmap and others) can't follow layers that quantize; use backward, or leave "
                 "float8 out"
             )
-        kept, lengths = self.copies.kept(parameters, ws), None
+        gathered = self.recipe.gathers_weights and any(hasattr(each, GATHERED) for each in parameters)
+        kept = (Gathered, tuple(parameters)) if gathered else self.copies.kept(parameters, ws)
+        lengths = None
         if kind in ("gather", "scatter"):
             lengths = check_rows("float8", ctx, rows, **{"own" if kind == "gather" else "total": x.shape[dim]})
         lead = Leading.of("float8", x, lengths and f"{kind}_dim", dim)

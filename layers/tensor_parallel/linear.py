@@ -35,6 +35,7 @@ from tkernels.layers.tensor_parallel.float8 import (
     check_features,
     recipe_in,
     recipe_of,
+    unwrapped,
 )
 from tkernels.layers.tensor_parallel.functions import (
     as_operands,
@@ -191,7 +192,7 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
 
     def _part(self, full: nn.Linear, name: str) -> torch.Tensor:
         """This rank's part of a parameter of `full`."""
-        value, dim = getattr(full, name).detach(), self.partitioned().get(name)
+        value, dim = unwrapped(getattr(full, name)).detach(), self.partitioned().get(name)
         return value if dim is None else self.shard(value, dim)
 
     def _take(self, full: nn.Linear):
@@ -308,10 +309,8 @@ class ColumnParallelLinear(ParallelLinear):
         skip_bias_add). With gather_output the bias returned is still this rank's part, as in Megatron.
     keep_gathered: with sequence_parallel, keep the gathered input [s, ..., K] for the weight's gradient. False gathers
         it again in backward, which holds R times less memory (as Megatron does).
-    float8: "rowwise", "rowwise_with_gw_hp", "tensorwise" or "tensorwise_with_gw_fp8", for products of FP8, those of the
-        output, of the input's gradient, and with the last of the weight's, by torchao's recipes
-        (layers/tensor_parallel/float8.py). Features must be multiples of 16 on every rank. What is kept of the gathered
-        input then is FP8; "rowwise_with_gw_hp" keeps nothing and gathers again.
+    float8: for products of FP8, as in ColwiseParallel. What is kept of the gathered input then is FP8;
+        "rowwise_with_gw_hp" keeps nothing and gathers again.
     partition_stride: the weight consists of this many blocks, stacked along the out-features and each split over ranks:
         2 for the fused gate and up-projection of a gated MLP. This rank's parts of the blocks are stacked too.
     device: by default the context's. init_method: called on the full weight, which all ranks must get alike; the bias

@@ -28,7 +28,14 @@ from tkernels.comm import as_context
 from tkernels.comm.arguments import check_dense, check_type
 from tkernels.layers.owners import check_free, replace
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes, is_part
-from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
+from tkernels.layers.tensor_parallel.float8 import (
+    Float8,
+    Recipe,
+    check_features,
+    recipe_in,
+    recipe_of,
+    unwrapped,
+)
 from tkernels.layers.tensor_parallel.functions import gather_equal_parts
 from tkernels.layers.tensor_parallel.linear import computes_as_linear
 from tkernels.layers.tensor_parallel.modules import (
@@ -135,7 +142,12 @@ class Style(ParallelStyle):
                 )
         if self.float8 is not None and not is_linear(module):
             raise TypeError(f"{what} is a {type(module).__name__}, but float8 is for linear layers; leave it out")
-        if self.recipe(module) is not None:
+        if (recipe := self.recipe(module)) is not None:
+            if recipe.gathers_weights and _is_conv1d(module):
+                raise ValueError(
+                    f"{what} is a {type(module).__name__}, whose weight lies transposed and can't be gathered in FP8 "
+                    f"(gathers_weights); take a recipe without it"
+                )
             sizes = list(module.weight.shape)
             split = self.placement(module, "weight").dim
             kinds = ("in_features", "out_features") if _is_conv1d(module) else ("out_features", "in_features")
@@ -168,7 +180,8 @@ class Style(ParallelStyle):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 placements = [self.placement(module, name)]
-                value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=self.src_data_rank)
+                value = unwrapped(parameter).detach()
+                value = distribute_tensor(value, mesh, placements, src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(value, parameter.requires_grad))
                 replace(parameter, module._parameters[name], "parallelize")
 
@@ -218,9 +231,10 @@ class ColwiseParallel(LinearStyle, style.ColwiseParallel):
 
     A plain input that is split has equally many positions on all ranks; a DTensor has torch.chunk's.
 
-    float8: "rowwise", "rowwise_with_gw_hp", "tensorwise" or "tensorwise_with_gw_fp8", for products of FP8, as torchao's
-        Float8Linear has them (which needs no float8 here): those of the output and of the input's gradient, and with
-        the last of these of the weight's. Features must be multiples of 16 on every rank. None: in the input's dtype.
+    float8: "rowwise", "rowwise_with_gw_hp", "tensorwise", "tensorwise_with_gw_fp8" or "tensorwise_with_fp8_gather", for
+        products of FP8, as torchao's Float8Linear has them (which needs no float8 here): those of the output and of the
+        input's gradient, with "gw_fp8" of the weight's. With "fp8_gather", fully_shard gathers the weight in FP8.
+        Features must be multiples of 16 on every rank. None: in the input's dtype.
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:
