@@ -37,7 +37,7 @@ class Step:
 STEPS = (
     Step("quick", f"pytest {GPU_TESTS} quick", 3, 1),
     Step("layers", f"bench.run {FUSED} --shape layers --ranks {{ranks}} --json {{json}}", 5),
-    Step("sharding", "bench.sharding --json {json}", 5),
+    Step("sharding", "bench.sharding --json {json}", 7),
     Step("training", "bench.training --json {json}", 3),
     Step("small", f"bench.run {FUSED} --shape small --ranks {{ranks}} --budget 400 --json {{json}}", 8),
     Step("collectives", "bench.run all_gather,reduce_scatter,all_reduce --ranks {ranks} --json {json}", 4),

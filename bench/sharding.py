@@ -10,6 +10,7 @@ beside torch's of the same kind:
                   ZeroOptimizer (face)
     replicate     the same, strategy="replicate"       DistributedDataParallel
                   OverlappedDDP (face)
+    float8        fully_shard, gathers in FP8          torch's fully_shard, over the same linears of FP8, one scale each
 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
@@ -42,7 +43,15 @@ import tkernels
 from bench import steps
 from bench.provenance import provenance
 from tkernels.comm.context import Context
-from tkernels.layers import OverlappedDDP, ZeroOptimizer, fully_shard
+from tkernels.layers import (
+    ColwiseParallel,
+    OverlappedDDP,
+    RowwiseParallel,
+    SequenceParallel,
+    ZeroOptimizer,
+    fully_shard,
+    parallelize_module,
+)
 from tkernels.layers.doors import fsdp2
 from tkernels.timing import agree
 
@@ -115,13 +124,26 @@ class Trained:
 
 def _sharded(shard: Callable, after: Callable = lambda model: None) -> Callable:
     def build(ctx, model, together):
-        mesh = init_device_mesh(ctx.device.type, (ctx.size,))
+        mesh = init_device_mesh(ctx.device.type, (ctx.size, 1), mesh_dim_names=("dp", "tp"))["dp"]
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for first in range(0, len(model), together):
             shard(list(model[first : first + together]), mesh=mesh, mp_policy=policy)
         shard(model, mesh=mesh, mp_policy=policy)
         after(model)
         return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    return build
+
+
+def _in_float8(shard: Callable, recipe: str) -> Callable:
+    """Of linears that multiply in FP8, each whole, over one tensor-parallel rank."""
+
+    def build(ctx, model, together):
+        alone = init_device_mesh(ctx.device.type, (ctx.size, 1), mesh_dim_names=("dp", "tp"))["tp"]
+        plan = dict.fromkeys(("*.qkv", "*.gate_up"), ColwiseParallel(float8=recipe))
+        plan |= dict.fromkeys(("*.o", "*.down"), RowwiseParallel(float8=recipe))
+        plan["*.norms.*"] = SequenceParallel(use_local_output=True)  # so that torch's norm finds one mesh
+        return _sharded(shard)(ctx, parallelize_module(model, alone, plan), together)
 
     return build
 
@@ -159,6 +181,10 @@ SYSTEMS = {
         "ours": _sharded(functools.partial(fully_shard, strategy="replicate")),
         "torch": _torchs_ddp(torch.optim.AdamW),
         "face": _replicated,
+    },
+    "float8": {
+        "ours": _in_float8(fully_shard, "tensorwise_with_fp8_gather"),
+        "torch": _in_float8(fsdp.fully_shard, "tensorwise"),
     },
 }
 

@@ -669,6 +669,7 @@ def test_sharding_is_measured_beside_torchs_and_a_wrong_loss_is_refused(ctx, che
     sharding = load(checkout, "sharding")
     line = sharding.measure_kind(ctx, "parameters", sharding.MODELS["deep"], 1)
     assert line["op"] == "sharding" and line["speedup_over_torch"] == line["torch_us"] / line["ours_us"]
+    assert "refused" not in sharding.measure_kind(ctx, "float8", sharding.MODELS["deep"], 1)
     ours = sharding.SYSTEMS["parameters"]["ours"]
 
     def one_weight_is_off(ctx, model, together):
