@@ -145,7 +145,8 @@ def _numbers(config, name: str) -> list[int]:
 
 
 @functools.lru_cache  # inspect parses all of a class's file for it
-def _source(kind: type) -> str:
+def source_of(kind: type) -> str:
+    """A class's code. Raises OSError or TypeError where it is in no file."""
     return textwrap.dedent(inspect.getsource(kind))
 
 
@@ -156,7 +157,7 @@ def _methods(kind: type) -> list[ast.AST]:
     """
     try:
         kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
-        trees = [ast.parse(_source(each)).body[0] for each in kinds]
+        trees = [ast.parse(source_of(each)).body[0] for each in kinds]
     except (OSError, TypeError, ValueError, SyntaxError):
         return []
     methods = {"__init__": []}

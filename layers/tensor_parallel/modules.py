@@ -15,9 +15,11 @@ from torch.nn import functional
 import tkernels
 from tkernels.comm import Context, MismatchError, find_context
 from tkernels.comm.arguments import check_dense
+from tkernels.dispatch import apply_transformed
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
 from tkernels.layers.tensor_parallel.float8 import Float8, MultipliesInFloat8
 from tkernels.layers.tensor_parallel.functions import as_operands, column_parallel_linear, gather_equal_parts
+from tkernels.torch_operators import replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +256,46 @@ class SequenceModule(ParallelModule):
         wanted = self._layout.input
         x, placement, shape = self._layout.enter(x, wanted, lambda given: given == _positive(wanted, len(x.shape)))
         return self._layout.leave(super().forward(x, *arguments, **options), placement, shape)
+
+
+class DealtExperts(ParallelModule):
+    """What Experts makes of a mixture's experts: each rank has some of them, whole. Collective: forward and backward.
+
+    All ranks have the same tokens, each adds up what its own experts give, and the sums are added up over ranks.
+    """
+
+    kind = "Dealt"
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        self._check_input(hidden_states)
+        context = self._layout.context
+        mine, own = top_k_index - sum(self._sizes[: find_context(context).rank]), self.num_experts
+        elsewhere = (mine < 0) | (mine >= own)
+        x, weights = replicated(hidden_states, context), replicated(top_k_weights, context)
+        # An expert of that number, in transformers' code, is none.
+        y = super().forward(x, mine.masked_fill(elsewhere, own), weights.masked_fill(elsewhere, 0))
+        if torch.is_grad_enabled() and not y.requires_grad:  # none was chosen: gradients are zeros, as those of others
+            y = y + sum(each.flatten()[:0].sum() for each in self._parameters.values())
+        return apply_transformed("experts", _Summed, context, y, x, weights)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of y over ranks. Backward goes on to the others, whose own is collective.
+
+    Also where y isn't made of them, as on a rank none of whose experts was chosen.
+    """
+
+    @staticmethod
+    def forward(context, y, *others):
+        return tkernels.all_reduce(y, ctx=find_context(context))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.number = len(inputs) - 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, dy, *[None] * ctx.number
 
 
 @functools.cache

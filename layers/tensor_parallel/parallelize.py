@@ -30,6 +30,7 @@ from tkernels.layers.tensor_parallel.replicas import FOR_HEADS, GRAD_ALLREDUCE, 
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
+    Experts,
     LinearStyle,
     Replicated,
     ReplicatedForHeads,
@@ -50,6 +51,7 @@ WORDS = {  # transformers' names of styles
     "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": SequenceParallel(use_local_output=True),
     "replicate": Replicated(),
+    "moe_tp_experts": Experts(),
     GRAD_ALLREDUCE: Replicated(sum_gradients=True),
     FOR_HEADS: ReplicatedForHeads(),
 }

@@ -16,12 +16,12 @@ FOR_HEADS = "replicated_for_heads"
 
 
 class ReplicatedParameters:
-    """Hooks of a module whose own parameters are the same on all ranks.
+    """Hooks of a module whose own parameters are the same on all ranks, or its own experts alone.
 
-    During its forward the module finds, in place of each parameter, its values as a plain tensor; with `sum_gradients`,
-    as one whose gradient is summed over ranks, for a module that each rank uses for its own features or rows alone. So
-    the sum is a part of autograd's graph: wherever the parameter comes from (copied, moved, sharded, passed by
-    functional_call), whoever takes the gradient, once for each use, in the order of backward.
+    During its forward the module finds, in place of each parameter, its values here as a plain tensor; with
+    `sum_gradients`, as one whose gradient is summed over ranks, for a module that each rank uses for its own features
+    or rows alone. So the sum is a part of autograd's graph: wherever the parameter comes from (copied, moved, sharded,
+    passed by functional_call), whoever takes the gradient, once for each use, in the order of backward.
     """
 
     def __init__(self, module: nn.Module, context: str, sum_gradients: bool):

@@ -5,6 +5,7 @@
     RowwiseParallel   weight Shard(1), bias Replicate     matmul_reduce_scatter, or matmul_all_reduce
       nn.Embedding    weight Shard(0), by vocabulary      this rank's rows, then reduce_scatter or all_reduce
     SequenceParallel  Replicate                           the module's own, on this rank's part of the sequence
+    Experts           Shard(0)                            this rank's experts, then all_reduce
 
 They are torch's classes with torch's arguments and defaults, so that torch's own parallelize_module takes them too, and
 a plan may mix them with torch's. Parameters become DTensors in torch.chunk's sizes; their gradients are whole: Shard
@@ -14,6 +15,7 @@ torch's.
 A module keeps its identity, name and hooks: its class becomes a subclass, as fully_shard makes one.
 """
 
+import contextlib
 import copy
 import functools
 import logging
@@ -37,9 +39,11 @@ from tkernels.layers.tensor_parallel.float8 import (
     unwrapped,
 )
 from tkernels.layers.tensor_parallel.functions import gather_equal_parts
+from tkernels.layers.tensor_parallel.heads import source_of
 from tkernels.layers.tensor_parallel.linear import computes_as_linear
 from tkernels.layers.tensor_parallel.modules import (
     ColwiseLinear,
+    DealtExperts,
     Layout,
     RowwiseEmbedding,
     RowwiseLinear,
@@ -276,6 +280,43 @@ class RowwiseParallel(LinearStyle, style.RowwiseParallel):
         base = RowwiseEmbedding if embedding else RowwiseLinear
         input = Replicate() if embedding and self.input_layouts[0] == Shard(-1) else self.input_layouts[0]
         return self.convert(module, device_mesh, base, input, self.output_layouts[0])
+
+
+class Experts(Style):
+    """The experts of a mixture, as transformers has them: parameters [experts, ...], dealt to the ranks.
+
+    Each rank gets whole experts, in torch.chunk's numbers, where transformers' "moe_tp_experts" splits each of them.
+    The results are the same, and so is a rank's memory; its work depends on what tokens choose.
+    """
+
+    kinds = (nn.Module,)
+    use_local_output = True
+
+    def __repr__(self) -> str:
+        return "Experts()"
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(0)
+
+    def check(self, path: str, module: nn.Module, ranks: int):
+        super().check(path, module, ranks)
+        kind, sizes, code = type(module), {parameter.shape[:1] for parameter in module.parameters()}, ""
+        with contextlib.suppress(OSError, TypeError):
+            code = source_of(kind)
+        told = hasattr(module, "_is_expert_parallel") or not hasattr(kind.forward, "__wrapped__")
+        if sizes != {(getattr(module, "num_experts", None),)} or not told or "== self.num_experts" not in code:
+            raise TypeError(
+                f"Experts: {path!r} is a {kind.__module__}.{kind.__name__}, whose code isn't known to pass over the "
+                f"experts of other ranks; take it out of the plan, and it stays whole"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sizes = chunk_sizes(module.num_experts, device_mesh.size())
+        self.convert(module, device_mesh, DealtExperts, Replicate(), Replicate())
+        module._sizes, module.num_experts = sizes, sizes[device_mesh.get_local_rank()]
+        module._is_expert_parallel = True  # transformers' word, for its implementations other than "eager"
+        ReplicatedParameters(module, self.context_over(device_mesh), sum_gradients=False)
+        return module
 
 
 class PrepareModuleInput(style.PrepareModuleInput):
