@@ -12,7 +12,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-from tkernels.choice import forget_calls
 from tkernels.comm.context import Context
 from tkernels.timing import Call
 
@@ -26,12 +25,12 @@ def compile_ahead(
     of this rank's kernels compiled so far. all_kernels: calls go on after it, to compile all that they launch; their
     results are arbitrary, so nothing may depend on these, as where ranks wait for each other.
     """
-    forget_calls(ctx)  # a prepared launch bypasses the compiler
+    ctx.forget_calls()  # a prepared launch bypasses the compiler
     compiler, kernels, failures = _Compiler(), {}, {}
     with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile(all_kernels) as launched:
         for name, call in calls.items():
             if all_kernels:
-                forget_calls(ctx)  # what the call before has prepared never ran
+                ctx.forget_calls()  # what the call before has prepared never ran
             try:
                 call()
             except _Compiling:
@@ -54,7 +53,7 @@ def compile_ahead(
                     failures[name] = f"registers: the compiler spills {kernel.n_spills} of them"
             except Exception as error:
                 failures[name] = sentence(error)
-    forget_calls(ctx)
+    ctx.forget_calls()
     return failures
 
 

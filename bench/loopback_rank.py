@@ -127,7 +127,7 @@ def _open_segment(group, num_bytes: int):
     on_gpu = tkernels.RUNTIME == "nvshmem"
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
     bases = [memory.data_ptr()] * group.size
-    segment = home_of("Segment").Segment(memory, bases, bases, group.global_ranks)
+    segment = home_of("Segment").Segment(memory, bases, group.global_ranks)
     if on_gpu:  # at once, whoever still has a view of it
         segment.on_close = functools.partial(memory.untyped_storage().resize_, 0)
     return segment

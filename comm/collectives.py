@@ -864,7 +864,7 @@ class _Parts:
         self.starts = starts_of(parts) if starts is None else starts
         self.total, self.max_part = parts[0] if whole else sum(parts), max(parts)
         table = part_table(parts[:1] if whole else parts, self.starts[:1] if whole else self.starts)
-        self.table = ctx.constant(("parts", *table), lambda: table)
+        self.table = ctx.on_device(table)
         self.num_programs = min(ctx.num_programs, max_programs)
         # One chunk for each program where the limits allow, so that chunks don't wait for each other's fence; multiples
         # of MIN_CHUNK_BYTES, thus whole 16-byte vectors.

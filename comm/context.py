@@ -26,7 +26,6 @@ from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 CAPTURE_BYTES = 256 << 20  # or an eighth of a heap: set aside for what calls first need in a CUDA graph's capture
-MAX_CONSTANTS = 1024
 AFRESH = "The context can't be used any more; finalize() it and init() a new one"
 MEETS = Shared("a call that meets the other ranks", ()).number
 OP_MEETS = device.operation("a meeting")
@@ -201,7 +200,6 @@ class Context:
         # Operations on a workspace take it; one rank alone has no order of calls to keep.
         self.turn = Turn(self._refuse_overlap) if self.size > 1 else contextlib.nullcontext()
         self._workspaces = Workspaces()
-        self._constants = {}
         self._shared = weakref.WeakValueDictionary()  # of prepared calls, by number
         self._mismatch = None  # the error's message, once two ranks' calls have differed
         self.recorder = None  # while a trace is made: allocates space for the marks of a launch's programs
@@ -213,7 +211,6 @@ class Context:
             self.heap.close()
             raise
         contexts.enter(self, default)
-        calls.local_calls.clear()  # they depend on the default context's tuning records
 
     def _prepare(self, transport: str):
         """Collective. Set up everything that kernels need besides the heap."""
@@ -263,8 +260,8 @@ class Context:
         head[device.CLOCK.value] = self._clock.data_ptr()
         head[device.BEGUN.value] = 0 if begun is None else begun.data_ptr()
         mine = segment.bases[self.rank]
-        offsets = [base and base - mine for base in (*segment.bases, *segment.symmetric_bases)]
-        return self._on_device([*head, *offsets, *segment.pes])
+        offsets = [base and base - mine for base in segment.bases]
+        return self.on_device([*head, *offsets, *[0] * self.size, *segment.pes])  # NVSHMEM names peers' memory by ours
 
     def __repr__(self):
         return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, {self.transport})"
@@ -305,20 +302,8 @@ class Context:
         """The current stream's workspace. All ranks must create them in the same order."""
         return self._workspaces.current(self)
 
-    def constant(self, key, make) -> torch.Tensor:
-        """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets.
-
-        Beyond MAX_CONSTANTS the oldest is evicted, since row counts may never repeat; plans keep the constants that
-        they use.
-        """
-        if key not in self._constants:
-            if len(self._constants) >= MAX_CONSTANTS:
-                del self._constants[next(iter(self._constants))]
-            self._constants[key] = self._on_device(make())
-        return self._constants[key]
-
-    def _on_device(self, values: list[int]) -> torch.Tensor:
-        """The numbers on the device, ready at once, also in a capture."""
+    def on_device(self, values: list[int]) -> torch.Tensor:
+        """The numbers on the device, ready at once, also in a capture: schedules and offsets."""
         with capture.uncaptured(), capture.lasting():
             return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.device)
 
@@ -484,6 +469,7 @@ class Context:
 
     def forget_calls(self):
         """Discard what has been prepared, so that later calls follow a new choice of configurations."""
+        calls.local_calls.clear()
         for workspace in self._workspaces.values():
             workspace.forget_calls()
 
@@ -596,7 +582,6 @@ class Context:
         """
         if not contexts.leave(self):
             return
-        calls.local_calls.clear()
         failed = self.failed
         if not failed:
             try:
@@ -622,7 +607,6 @@ class Context:
     def give_back(self):
         """Free the memory without a meeting: for ranks that know that none of them uses the context any more."""
         if contexts.leave(self):
-            calls.local_calls.clear()
             self._give_back()
 
     def _give_back(self, keep_heap: bool = False):
@@ -632,7 +616,6 @@ class Context:
         except TkernelsError as caught:
             error = caught
         self._workspaces.clear()
-        self._constants.clear()
         self.turn = contextlib.nullcontext()  # it refers back here, and a cycle would hold the memory for a while
         self._flag = numpy.ones(1, dtype=numpy.int64)  # launches read it, and its memory is about to be freed
         if keep_heap:

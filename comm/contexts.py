@@ -14,7 +14,6 @@ import threading
 import warnings
 import weakref
 
-import torch
 import torch.distributed as dist
 
 from tkernels.comm.errors import OutOfStepError, TkernelsError
@@ -22,8 +21,7 @@ from tkernels.comm.group import Group
 
 INIT, FINALIZE = "init()", "finalize() of "  # calls in which ranks may meet out of step
 
-# By name, in the order in which they were opened: those of init(default=True), and the others.
-_defaults, _others = {}, {}
+_open = {}  # by name: others, then those of init(default=True); the last is the default one
 _abandoned = []
 _numbers, _opened = itertools.count(1), itertools.count()
 _over = weakref.WeakKeyDictionary()  # process group -> the context that `shared_over` has found
@@ -35,19 +33,15 @@ def current_context():
 
     Raises TkernelsError if no context is open.
     """
-    if _defaults:
-        return next(reversed(_defaults.values()))
-    if _others:
-        return next(iter(_others.values()))
+    if _open:
+        return next(reversed(_open.values()))
     raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
 
 
 def find_context(name: str):
     """The open context of that name. Raises TkernelsError if there is none."""
-    if name in _defaults:
-        return _defaults[name]
-    if name in _others:
-        return _others[name]
+    if name in _open:
+        return _open[name]
     raise TkernelsError(
         f"context {name!r} is not open: it has been finalized, or left by an exception; open contexts: "
         f"{', '.join(each.name for each in open_contexts()) or 'none'}"
@@ -59,8 +53,7 @@ def open_contexts(group: Group | None = None) -> list:
 
     group: only those over the same ranks as this group; None for all.
     """
-    found = [*reversed(_others.values()), *_defaults.values()]
-    return [each for each in found if group is None or each.group.global_ranks == group.global_ranks]
+    return [each for each in _open.values() if group is None or each.group.global_ranks == group.global_ranks]
 
 
 def shared_over(process_group: dist.ProcessGroup, make=None):
@@ -101,14 +94,15 @@ def agree_on_name(group: Group) -> str:
 
 def enter(context, default: bool):
     """Open a context. default: as the default one, else only if there is no other."""
+    global _open
     context.opened = next(_opened)
-    (_defaults if default else _others)[context.name] = context
+    _open = _open | {context.name: context} if default else {context.name: context} | _open
     _over.clear()
 
 
 def leave(context) -> bool:
     """Whether the context was open until now."""
-    left = _defaults.pop(context.name, None) or _others.pop(context.name, None)
+    left = _open.pop(context.name, None)
     _over.clear()
     return left is not None
 
@@ -164,24 +158,17 @@ def meet(group: Group, call: str, value=None, once: bool = False) -> list | None
     failure wait for it. It meets them in its next call of `init` or `finalize` instead: their `finalize` then returns,
     and this rank waits for their next call. So it does if its `init` meets them in another call, which then raises.
     """
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
     while True:
         try:
-            return group.gather((value, [each.name for each in open_contexts(group) if each.group.alive]), call)
+            return group.barrier((value, [each.name for each in open_contexts(group) if each.group.alive]), call=call)
         except OutOfStepError as error:
-            if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
-                if call == INIT and any(each.group.global_ranks == group.global_ranks for each in _abandoned):
-                    continue  # the others' error: in a call of the context that this rank has left
-                raise
-            met = list(zip(error.calls, (names for _, names in error.values), strict=True))
-            leaving = {
-                each
-                for each in error.calls
-                if each.startswith(FINALIZE)
-                and not any(each.removeprefix(FINALIZE) in names for other, names in met if other != each)
-            }
-            if not leaving:
-                raise
-            if once or call in leaving:
-                return None
+            if all(each.startswith((INIT, FINALIZE)) for each in error.calls):
+                met = [(each, names) for each, (_, names) in zip(error.calls, error.values, strict=True)]
+                in_use = {FINALIZE + name for each, names in met for name in names if FINALIZE + name != each}
+                leaving = {each for each in error.calls if each.startswith(FINALIZE)} - in_use
+                if not leaving:
+                    raise
+                if once or call in leaving:
+                    return None
+            elif call != INIT or all(each.group.global_ranks != group.global_ranks for each in _abandoned):
+                raise  # else the others' error: in a call of the context that this rank has left

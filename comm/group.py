@@ -348,11 +348,11 @@ class Group:
                     told[rank] = store.get(key).decode() or None
         return list(told.values())
 
-    def barrier(self, value=None, limit_s: float | None = None) -> list:
+    def barrier(self, value=None, limit_s: float | None = None, call: str | None = None) -> list:
         """Collective. `gather`, after the device's work so far: a host barrier."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return self.gather(value, limit_s=limit_s)
+        return self.gather(value, call, limit_s)
 
     def close(self):
         self.closed = True

@@ -96,7 +96,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
         )
     ranks = group.global_ranks
     bases = [pool.peers[pe] for pe in ranks]
-    return Segment(pool.memory, bases, [pool.memory.data_ptr()] * group.size, ranks, space=pool.space, fresh=False)
+    return Segment(pool.memory, bases, ranks, space=pool.space, fresh=False)
 
 
 @functools.cache

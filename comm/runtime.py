@@ -35,7 +35,6 @@ class Segment:
 
     local: this rank's part, uint8.
     bases: address of each rank's part as mapped here; 0 if loads and stores don't reach it (another node).
-    symmetric_bases: the address that names each rank's part in NVSHMEM device calls.
     pes: each rank's NVSHMEM processing element.
     space: which bytes of the local part are taken; by default it is this segment's alone.
     fresh: whether the local part was all zero at first.
@@ -43,7 +42,6 @@ class Segment:
 
     local: torch.Tensor
     bases: list[int]
-    symmetric_bases: list[int]
     pes: list[int]
     on_close: object = field(default=lambda: None, repr=False)
     space: Space = None

@@ -51,7 +51,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
         disconnect(own)
         parts.clear()
 
-    return Segment(parts[group.rank], bases, [own] * group.size, list(range(group.size)), on_close=close)
+    return Segment(parts[group.rank], bases, list(range(group.size)), on_close=close)
 
 
 def _place() -> tuple[str, int]:

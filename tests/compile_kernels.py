@@ -515,7 +515,7 @@ class NoRanks:
     def described(self):
         pass
 
-    def barrier(self, value=None, limit_s=None):
+    def barrier(self, value=None, limit_s=None, call=None):
         return self.gather(value)
 
     def tell(self, *_):
@@ -562,7 +562,7 @@ def prepare():
     def open_segment(group, num_bytes):
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         bases = [memory.data_ptr()] * group.size
-        return runtime.Segment(memory, bases, bases, group.global_ranks)
+        return runtime.Segment(memory, bases, group.global_ranks)
 
     copies.Copies.__call__ = lambda self, *tensors: self._launch(*tensors, self._gates[0])
     runtime.device = lambda: torch.device("cpu")
@@ -584,7 +584,7 @@ def run_case(name: str, describe=None) -> dict:
     prepare()
     torch.backends.cuda.matmul.allow_tf32 = case is not None and case.tf32
     _compiled.clear()
-    choice._choices_without_context.cache_clear()  # what was chosen and prepared for another GPU
+    choice.tuned_locally.cache_clear()  # what was chosen and prepared for another GPU
     local_calls.clear()
     # Else of rows that TMA can't take, by pointers.
     staged = case is not None and case.label.startswith("staged")

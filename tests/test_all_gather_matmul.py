@@ -127,13 +127,11 @@ def test_all_gather_matmul_reads_staged_rows_by_tma_whatever_was_tuned(ctx, monk
     beyond = torch.full((K + 1, N), math.nan, dtype=torch.bfloat16, device=ctx.device)
     w = beyond[:K].copy_(w.t()).t()
     tuned = OverlapConfig(GemmConfig(32, 32, 32, split=1, use_tma=False), chunk_rows=32, num_comm=1)
-    monkeypatch.setattr(choice.Choices, "found", lambda *_: tuned)
-    choice.choices_of(ctx).clear()
+    monkeypatch.setattr(choice.Tuned, "found", lambda *_: tuned)
     with staged_rows(ctx), launches() as launched:
         y = tkernels.all_gather_matmul(x, w, rows=rows, ctx=ctx, path="fused")
     assert torch.equal(y, reference(ctx, x, w).bfloat16())
     assert "all_gather_matmul_kernel" in [name for name, *_ in launched]
-    choice.choices_of(ctx).clear()
 
 
 @pytest.mark.ranks(2)

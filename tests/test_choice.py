@@ -11,8 +11,7 @@ import torch
 from transports import forget_choices
 
 from tkernels import choice
-from tkernels.choice import bucket, choices_of, gemm_config, overlap_config, problem_of
-from tkernels.comm import TkernelsError
+from tkernels.choice import bucket, gemm_config, overlap_config, problem_of, tuned_of
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gpus import GPUS, H200, SIMULATED
@@ -44,7 +43,7 @@ def context(*records, **fields):
     """A context to which these records are known."""
     ctx = Stub(**fields)
     with mock.patch.object(choice.tuned, "known", lambda *_, **__: list(records)):
-        choices_of(ctx)
+        tuned_of(ctx)
     return ctx
 
 
@@ -91,22 +90,6 @@ def test_overlap_config_of_other_calls_is_the_models(call):
 def test_overlap_config_of_the_last_record_of_a_bucket_counts():
     better = replace(TUNED, num_comm=3)
     assert overlap_config(context(record(TUNED), record(better)), AG, 256, 64, 128, BF16, "TN") == better
-
-
-def test_overlap_config_looks_a_second_call_up_in_a_dictionary():
-    ctx = context(record(TUNED))
-    first = overlap_config(ctx, AG, 256, 64, 128, BF16, "TN")
-    with mock.patch.object(choice.model, "choose", side_effect=AssertionError("chosen again")):
-        assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") is first
-
-
-def test_overlap_config_keeps_no_more_choices_than_it_may(monkeypatch):
-    monkeypatch.setattr(choice, "MAX_CHOICES", 10)
-    ctx = context(record(TUNED))
-    for M in range(1, 100):
-        overlap_config(ctx, AG, M, 64, 128, BF16, "TN")
-        assert len(choices_of(ctx)) <= 10
-    assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") == TUNED
 
 
 def test_overlap_config_ignores_what_needs_more_programs_than_there_are():
@@ -228,7 +211,7 @@ def test_read_record_reads_whatever_a_configuration_may_be():
 def test_gemm_config_has_buckets_too():
     tuned = GemmConfig(64, 32, 32, num_stages=2)
     ctx = context(record(tuned, "matmul"))
-    with mock.patch.object(choice, "current_context", lambda: ctx):
+    with mock.patch.object(choice, "tuned_locally", lambda: tuned_of(ctx)):
         assert gemm_config(200, 60, 100, BF16, "TN") == tuned
         assert gemm_config(200, 60, 100, BF16, "TN", torch.float32) == tuned
         assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
@@ -241,14 +224,14 @@ def test_gemm_config_of_tf32_has_buckets_of_its_own():
     of_tf32, of_ieee = record(tuned, "matmul", dtype="float32 tf32"), record(ieee, "matmul", dtype="float32")
     both = of_tf32, of_ieee
     for records, found in ((both[:1], (tuned, None)), (both[1:], (None, ieee)), (both, (tuned, ieee))):
-        with mock.patch.object(choice, "current_context", lambda records=records: context(*records)):
+        with mock.patch.object(choice, "tuned_locally", lambda records=records: tuned_of(context(*records))):
             for precision, config in zip(("tf32", "ieee"), found, strict=True):
                 by_rule = default_config(200, 60, torch.float32, precision=precision, alone=True)
                 assert gemm_config(200, 60, 100, torch.float32, "TN", precision=precision) == (config or by_rule)
 
 
 def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime():
-    with mock.patch.object(choice, "current_context", lambda: context()):
+    with mock.patch.object(choice, "tuned_locally", lambda: tuned_of(context())):
         for M, dtype, layout, way in [
             (8192, BF16, "TN", "kernel"),
             (1, BF16, "TN", "library"),
@@ -266,7 +249,7 @@ def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime()
 
 
 def test_product_ways_store_what_tma_cant_take_in_slices_for_which_there_are_registers_and_shared_memory():
-    with mock.patch.object(choice, "current_context", lambda: context()):
+    with mock.patch.object(choice, "tuned_locally", lambda: tuned_of(context())):
         for changes, split in [
             ({}, 1), ({"activation": "gelu"}, 4), ({"stored": BF16}, 1), ({"stored": torch.float32}, 4),
             ({"dtype": E4M3}, 4), ({"dtype": E4M3, "stored": torch.float32}, 4), ({"dtype": torch.float32}, 1),
@@ -278,7 +261,7 @@ def test_product_ways_store_what_tma_cant_take_in_slices_for_which_there_are_reg
 
 def test_gemm_config_of_wider_results_has_a_stage_less():
     four = context(record(GemmConfig(num_stages=4), "matmul"))
-    with mock.patch.object(choice, "current_context", lambda: four):
+    with mock.patch.object(choice, "tuned_locally", lambda: tuned_of(four)):
         stages = [gemm_config(200, 60, 100, BF16, "TN", stored).num_stages for stored in (None, BF16, torch.float32)]
     assert stages == [4, 4, 3]
 
@@ -286,7 +269,6 @@ def test_gemm_config_of_wider_results_has_a_stage_less():
 def test_gemm_config_and_overlap_config_read_records_again_once_choices_are_forgotten(monkeypatch):
     ctx, saved = Stub(), []
     monkeypatch.setattr(choice.tuned, "known", lambda *_, **__: list(saved))
-    monkeypatch.setattr(choice, "current_context", mock.Mock(side_effect=TkernelsError("no context")))
     product, fused = (BF16, "TN"), (ctx, AG, 256, 64, 128, BF16, "TN")
     try:
         forget_choices(ctx)

@@ -186,7 +186,7 @@ def test_any_backend_of_torch_distributed_bootstraps(ctx):
 def test_torchs_default_device_changes_nothing(ctx):
     with torch.device("meta"), tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
         check_gather(context)
-        assert context.constant("powers", lambda: [1, 2, 4]).tolist() == [1, 2, 4]
+        assert context.on_device([1, 2, 4]).tolist() == [1, 2, 4]
 
 
 @pytest.mark.ranks(2)

@@ -246,8 +246,8 @@ def test_matmul_refuses_by_name_what_it_does_not_take():
     x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((16, 32), E4M3, 2, -8, 8, DEVICE)
     one = torch.ones(1, device=DEVICE)
     for operands, options, error, words in (
-        ((x, w), {}, TypeError, "x_scale and w_scale are missing"),
-        ((x, w), {"x_scale": one}, TypeError, "w_scale is missing"),
+        ((x, w), {}, TypeError, "float8 operands come with x_scale and w_scale"),
+        ((x, w), {"x_scale": one}, TypeError, "float8 operands come with x_scale and w_scale"),
         ((x, w), {"x_scale": one, "w_scale": 2.0}, TypeError, "w_scale=2.0 must be a tensor"),
         ((x.to(BF16), w.to(BF16)), {"x_scale": one, "w_scale": one}, TypeError, "are of float8 operands, but x is"),
         ((x, w.to(BF16)), {"x_scale": one, "w_scale": one}, TypeError, "x is .*e4m3fn and w is torch.bfloat16"),
@@ -400,7 +400,7 @@ def test_operations_refuse_by_name_what_they_do_not_take(ctx):
     scales = {"x_scale": torch.ones(1, device=ctx.device), "w_scale": torch.ones(1, device=ctx.device), "ctx": ctx}
     with pytest.raises(TypeError, match="take one weight, not a list"):
         tkernels.all_gather_matmul(x, [w, w], **scales)
-    with pytest.raises(TypeError, match="x_scale and w_scale are missing"):
+    with pytest.raises(TypeError, match="float8 operands come with x_scale and w_scale"):
         tkernels.matmul_all_reduce(x, w, ctx=ctx)
     with pytest.raises(TypeError, match="wire_dtype=torch.float16 must be torch.bfloat16 or float32"):
         tkernels.matmul_reduce_scatter(x, w, wire_dtype=torch.float16, **scales)

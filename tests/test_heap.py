@@ -21,7 +21,7 @@ from tkernels.comm.runtime import Segment
 def local_segment(group, num_bytes):
     """Memory of one rank, without a runtime."""
     local = torch.zeros(num_bytes, dtype=torch.uint8)
-    return Segment(local, [local.data_ptr()], [0], [0])
+    return Segment(local, [local.data_ptr()], [0])
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def pooled(ctx, monkeypatch, num_bytes: int) -> Space:
 
     def open_segment(group, _):
         bases = [whole.bases[rank] for rank in group.global_ranks]
-        return Segment(whole.local, bases, [0] * group.size, list(range(group.size)), space=space)
+        return Segment(whole.local, bases, list(range(group.size)), space=space)
 
     monkeypatch.setattr(runtime, "open_segment", open_segment)
     return space

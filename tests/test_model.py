@@ -26,7 +26,6 @@ from tkernels.model import (
     choose,
     default_config,
     fastest,
-    features_that_pay,
     library_s,
     plain_limit,
     predict,
@@ -478,23 +477,6 @@ def test_library_s_is_within_a_tenth_of_what_was_measured():
     for alignment, us in ((4, 4100), (2, 9160)):  # of 8190, and of 8191, by the rate of other odd sizes
         problem = Problem("matmul", 8190, 8190, 8190, layout="pointers", alignment=alignment)
         assert library_s(problem) == pytest.approx(us * 1e-6, rel=0.1)
-
-
-@pytest.mark.quick
-def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_librarys_is_far_faster():
-    for operation, ranks in itertools.product((AG, RS, AR), (2, 4, 8)):
-        assert features_that_pay(operation, ranks, 8192, BF16) == math.inf
-        assert 10 < features_that_pay(operation, ranks, 8192, FP32) < 150, (operation, ranks)
-        assert features_that_pay(operation, ranks, 8191, FP32, "tf32") == math.inf
-        assert features_that_pay(operation, ranks, 8192, FP32, "tf32", B200) < math.inf
-        assert features_that_pay(operation, ranks, 8192, FP32, "tf32", A100) < 1024
-        for width in (8191, 8190):  # rows are staged where TMA is
-            assert features_that_pay(operation, ranks, width, BF16) == math.inf
-            assert features_that_pay(operation, ranks, width, BF16, gpu=A100) < 1024
-    # What is lost beyond them is more than what overlap can hide.
-    features = features_that_pay(AG, 4, 8192, FP32)
-    lost = 2 * features * 8192 * 4096 * (1 / H200.flops[2] - 1 / H200.library_flops[2])
-    assert lost == pytest.approx(8192 * 4096 * 4 * 3 / 4 / H200.collective)
 
 
 @pytest.mark.quick

@@ -1,6 +1,5 @@
 """Which path an operation takes, what it says about it, and what the plain one leaves behind."""
 
-import logging
 from dataclasses import replace
 from unittest import mock
 
@@ -27,7 +26,7 @@ def rule(monkeypatch):
     monkeypatch.setattr(paths.runtime, "RUNTIME", "nvshmem")
 
     def choose(operation, M, size=4, dtype=torch.bfloat16, width=WIDTH, **options):
-        return paths._choose.__wrapped__(operation, M, width, dtype, size, **options)
+        return paths.by_rule(operation, M, width, dtype, size, **options)
 
     return choose
 
@@ -96,14 +95,15 @@ def test_explain_says_who_multiplies_a_local_product_and_why(rule, monkeypatch):
         assert {way.name for way in found.ways} == {"kernel", "library"} | staged
 
 
-def test_a_choice_is_logged_once_for_each_size(rule, caplog):
-    paths._choose.cache_clear()
-    with caplog.at_level(logging.DEBUG, "tkernels"):
+@pytest.mark.ranks(2)
+def test_the_choice_of_a_call_is_logged_when_it_is_prepared(ctx):
+    ctx.forget_calls()
+    x, w = (torch.ones(shape, device=ctx.device) for shape in ((4, 8), (16, 8)))
+    with mock.patch.object(paths._log, "debug") as debug:
         for _ in range(3):
-            paths._choose("matmul_all_reduce", 64, WIDTH, torch.float16, 4)
-    paths._choose.cache_clear()
-    (record,) = caplog.records
-    assert record.getMessage().startswith("matmul_all_reduce, 64 rows of 8192 elements of float16, 4 ranks: plain: ")
+            tkernels.matmul_all_reduce(x, w, ctx=ctx)
+    ((text, *values),) = (call.args for call in debug.call_args_list)
+    assert (text % tuple(values)).startswith("matmul_all_reduce, 4 rows of 16 elements of float32, 2 ranks: ")
 
 
 @pytest.mark.ranks(2)

@@ -20,7 +20,7 @@ from transports import forget_choices
 
 import tkernels
 from tkernels import cli, model, tune_command, tuned
-from tkernels.choice import choices_of, gemm_config, overlap_config, problem_of
+from tkernels.choice import gemm_config, overlap_config, problem_of, tuned_of
 from tkernels.comm import runtime
 from tkernels.configs import GemmConfig, OverlapConfig, with_room_for
 from tkernels.gemm import fused_layout, layout_of, precision
@@ -153,7 +153,7 @@ def test_ranks_whose_clocks_disagree_agree_on_one_winner(ctx, tmp_path):
         outcome = search(ctx, tmp_path, us=rank_dependent, grid={"group_m": [1, 4]})
         assert len(set(ctx.group.gather(outcome.best.config))) == 1
         assert len(set(ctx.group.gather(chosen(ctx, AG)))) == 1
-        assert len(set(ctx.group.gather(str(choices_of(ctx).tuned)))) == 1
+        assert len(set(ctx.group.gather(str(tuned_of(ctx))))) == 1
     finally:
         forget_choices(ctx)
 

@@ -130,9 +130,9 @@ def largest_free(heap) -> int:
 
 def forget_choices(ctx):
     """Drop what is known of records, all choices, and the calls prepared by them; the next call reads the records."""
-    choice._choices.pop(ctx, None)
-    choice._choices_without_context.cache_clear()
-    choice.forget_calls(ctx)
+    choice._tuned.pop(ctx, None)
+    choice.tuned_locally.cache_clear()
+    ctx.forget_calls()
 
 
 PATIENCE_S = {"right": 0.2, "wrong": 300.0}  # how long a rank waits for a mistake, which comes in the wrong form
@@ -314,7 +314,7 @@ def staged_rows(ctx):
     """Fused operations stage rows that TMA can't take, as on GPUs; what copies have around them is NaN."""
     if not runtime.has_tma():
         pytest.skip("pointers, which read any rows, would read the NaNs")
-    choice.forget_calls(ctx)  # which were prepared without
+    ctx.forget_calls()  # which were prepared without
     empty = staging.Rows.empty
 
     def poisoned(rows, device):
@@ -328,7 +328,7 @@ def staged_rows(ctx):
         stack.enter_context(mock.patch.object(staging.Rows, "empty", poisoned))
         stack.enter_context(poisoned_memory())
         yield
-    choice.forget_calls(ctx)
+    ctx.forget_calls()
 
 
 def assert_stages(ctx, call, want, copied: int, turned: bool = False):

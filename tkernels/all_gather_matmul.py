@@ -384,10 +384,7 @@ class AllGatherMatmul(FusedCall):
 
         # Every rank sends to the next rank first, so the previous rank's chunks arrive first.
         order = [(ctx.rank - step) % ctx.size for step in range(1, ctx.size)]
-        schedule = ctx.constant(
-            (self.operation, rows, config),
-            lambda: tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, order, config),
-        )
+        schedule = ctx.on_device(tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, order, config))
         ragged = any(count % gemm.block_m for count in rows)
         x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma, precision)
         g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma, precision)

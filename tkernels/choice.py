@@ -4,7 +4,7 @@ A tuned configuration is one that `tkernels tune` found on this machine, or one 
 for a bucket: the sizes of a rank's local GEMM rounded up to powers of two, the dtype, and the layout. Products of fp32
 as TF32 have buckets of their own, and so have those of FP8 without fast accumulation, which where these are empty take
 the tiles of those with it, made narrower. It is sent in the wire format by rule (model.wire_of), so ranks need not
-choose alike. A repeated lookup costs one dictionary access.
+choose alike.
 """
 
 import functools
@@ -15,27 +15,22 @@ from dataclasses import fields, replace
 import torch
 
 from tkernels import configs, model, tuned
-from tkernels.comm.calls import local_calls
 from tkernels.comm.context import Context
-from tkernels.comm.contexts import current_context
-from tkernels.comm.errors import TkernelsError
 from tkernels.configs import GemmConfig, OverlapConfig, name_of
 from tkernels.gpus import GPU, SIMULATED, gpu_here, stages_rows
 from tkernels.model import Prediction, Problem
 
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
-MAX_CHOICES = 4096  # configurations that a context keeps
 
 MULTIPLIED = {"ieee": "", "tf32": " tf32", "promoted": " precise"}  # behind a dtype's name in a key, by precision
 
 Bucket = tuple  # (operation, M, N, K, dtype, layout)
 
 
-class Choices(dict):
-    """What a context's calls get, by problem. tuned: the configurations of its records, by bucket."""
+class Tuned(dict):
+    """The configurations of a context's records, by bucket."""
 
     def __init__(self, records: list[dict]):
-        self.tuned = {}
         for record in records:
             self.remember(record)
 
@@ -46,34 +41,28 @@ class Choices(dict):
         except ValueError as error:
             warnings.warn(f"tuned settings of {record['key']} are ignored: {error}", stacklevel=3)
         else:
-            self.tuned[key] = config
-            self.clear()
+            self[key] = config
 
     def found(self, *call) -> GemmConfig | OverlapConfig | None:
         """What was tuned for the bucket of a call, (operation, M, N, K, dtype, layout, precision); else None."""
-        of_others = call[-1] == "promoted" and self.tuned.get(bucket(*call[:-1]))
-        return self.tuned.get(bucket(*call)) or of_others or None
+        of_others = call[-1] == "promoted" and self.get(bucket(*call[:-1]))
+        return self.get(bucket(*call)) or of_others or None
 
 
-_choices: weakref.WeakKeyDictionary[Context, Choices] = weakref.WeakKeyDictionary()
+_tuned: weakref.WeakKeyDictionary[Context, Tuned] = weakref.WeakKeyDictionary()
 
 
-def choices_of(ctx: Context) -> Choices:
-    """The choices of a context. Its first use reads the records that hold for it."""
-    if ctx not in _choices:
-        _choices[ctx] = Choices(tuned.known(ctx.size, ctx.transport, report=ctx.rank == 0))
-    return _choices[ctx]
+def tuned_of(ctx: Context) -> Tuned:
+    """What was tuned for a context's operations. Its first use reads the records that hold for it."""
+    if ctx not in _tuned:
+        _tuned[ctx] = Tuned(tuned.known(ctx.size, ctx.transport, report=ctx.rank == 0))
+    return _tuned[ctx]
 
 
 @functools.cache
-def _choices_without_context() -> Choices:
-    return Choices(tuned.known(1, tuned.LOCAL))
-
-
-def forget_calls(ctx: Context):
-    """Drop the prepared calls that were made from choices which have changed since."""
-    ctx.forget_calls()
-    local_calls.clear()
+def tuned_locally() -> Tuned:
+    """What was tuned for products of one rank alone, whatever contexts there are."""
+    return Tuned(tuned.known(1, tuned.LOCAL))
 
 
 def gemm_config(
@@ -85,19 +74,12 @@ def gemm_config(
     stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage. gpu: None: this
     process's. precision: as gemm.precision says it.
     """
-    try:
-        known = choices_of(current_context())
-    except TkernelsError:  # there is no context
-        known = _choices_without_context()
-    key = (M, N, K, dtype, layout, stored, gpu, precision)
-    if key not in known:
-        config = known.found("matmul", M, N, K, dtype, layout, precision)
-        config = config or model.default_config(M, N, dtype, layout, gpu, True, precision)
-        config = configs.for_precision(config, precision)
-        if stored is not None and stored.itemsize > configs.result_dtype(dtype).itemsize:
-            config = replace(config, num_stages=min(config.num_stages, 3))
-        _keep(known, key, config)
-    return known[key]
+    config = tuned_locally().found("matmul", M, N, K, dtype, layout, precision)
+    config = config or model.default_config(M, N, dtype, layout, gpu, True, precision)
+    config = configs.for_precision(config, precision)
+    if stored is not None and stored.itemsize > configs.result_dtype(dtype).itemsize:
+        config = replace(config, num_stages=min(config.num_stages, 3))
+    return config
 
 
 def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Prediction]]:
@@ -143,12 +125,9 @@ def overlap_config(
     sending: require comm programs that send into the two alternating inboxes. precision: as gemm.precision says it; of
     "promoted" the tiles are those of `with_room_for`. whole_chunks: rows are not sent tile by tile, interleaved.
     """
-    known, call = choices_of(ctx), (operation, M, N, K, dtype, layout)
-    key = *call, sending, precision, whole_chunks
-    if key not in known:
-        problem = problem_of(ctx, *call, sending, whole_chunks, precision)
-        _keep(known, key, _adapted(known.found(*call, precision), problem) or model.choose(problem))
-    return known[key]
+    call = operation, M, N, K, dtype, layout
+    problem = problem_of(ctx, *call, sending, whole_chunks, precision)
+    return _adapted(tuned_of(ctx).found(*call, precision), problem) or model.choose(problem)
 
 
 def problem_of(
@@ -160,12 +139,6 @@ def problem_of(
         operation, max(M, 1), max(N, 1), max(K, 1), dtype, layout, ctx.size, ctx.num_programs, gpu_here(), ctx.mapped,
         ctx.transport != "nvshmem", sending, whole_chunks, precision,
     )  # fmt: skip
-
-
-def _keep(known: Choices, key: tuple, config):
-    if len(known) >= MAX_CHOICES:
-        known.clear()
-    known[key] = config
 
 
 def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | None:

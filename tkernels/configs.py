@@ -12,6 +12,7 @@ from tkernels.comm.regions import round_up
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of operands alone, with scales
+ALIKE = (*DTYPES, FP8[0])  # that both operands may have
 LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 MIN_CHUNK_ROWS = 16
 COUNT = (1 << 31) - 1  # most that a kernel's argument counts; tiles end before, at Triton's 2**20 elements of a tensor

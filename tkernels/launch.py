@@ -171,7 +171,8 @@ class RankPool:
                     files = [end.fileno() for end in (its_pipe, its_alive, stacks)]
                     files += [listener.fileno()] * (rank == 0)
                     place = rank, self.ranks, listener.getsockname()[1], *files
-                    main = f"import sys; sys.path[:] = {sys.path!r}; from tkernels.launch import _main; _main{place}"
+                    path = [*map(str, sys.path)]
+                    main = f"import sys; sys.path[:] = {path!r}; from tkernels.launch import _main; _main{place}"
                     process = subprocess.Popen(
                         [multiprocessing.spawn.get_executable(), *flags, "-c", main],
                         env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
@@ -537,7 +538,7 @@ def _call(ctx, fn, args) -> tuple:
     before = open_contexts()
     result = fn(ctx, *args)
     opened = [each for each in open_contexts() if each not in before]
-    newest = {tuple(each.group.global_ranks): each for each in (ctx, *opened)}
+    newest = {tuple(each.group.global_ranks): each for each in (ctx, *sorted(opened, key=lambda each: each.opened))}
     for in_use in newest.values():
         if in_use.closed or in_use.reported:
             continue

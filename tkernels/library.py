@@ -24,11 +24,9 @@ def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: tor
         _multiply_on_host(out, x, w, bias)
     elif out.dtype != x.dtype:
         torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
-    elif x.dtype == torch.float32:
-        with in_precision(precision):
-            _multiply_alike(out, x, w, bias)
     else:
-        _multiply_alike(out, x, w, bias)
+        with in_precision(precision) if x.dtype == torch.float32 else contextlib.nullcontext():
+            torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
 def multiply_scaled_into(
@@ -92,13 +90,6 @@ def _multiply_on_host(out, x, w, bias, *scales):
     for scale in scales:
         product *= scale
     out.copy_(product if bias is None else product + bias.float())
-
-
-def _multiply_alike(out, x, w, bias):
-    if bias is None:
-        torch.mm(x, w.t(), out=out)
-    else:
-        torch.addmm(bias, x, w.t(), out=out)
 
 
 @contextlib.contextmanager

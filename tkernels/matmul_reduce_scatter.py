@@ -570,13 +570,9 @@ class MatmulReduceScatter(FusedCall):
         num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
         outbox = check_result(self.operation, None, x, outbox_shape, wire_dtype)
 
-        key = ("matmul_reduce", rows, config)
-        schedule = ctx.constant(
-            (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
-        )
-        sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
-        table = part_table([N * part for part in rows])
-        parts = ctx.constant(("parts", *table), lambda: table)
+        schedule = ctx.on_device(tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config))
+        sends = ctx.on_device(send_schedule(rows, peers, config))
+        parts = ctx.on_device(part_table([N * part for part in rows]))
 
         ragged = any(part % gemm.block_m for part in rows)
         x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma, precision)

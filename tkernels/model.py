@@ -70,10 +70,9 @@ SPARE, LANDING_SPARE, LANDING_SENDERS = 1.3, 1.05, 24
 # peer; between two ranks an all-reduce up to half as many, and of FP8 a gather, whose GEMM is twice as fast as well.
 PLAIN_BYTES = {GATHER: 12 << 20, SCATTER: 6 << 20, ALL_REDUCE: 24 << 20}
 
-# It takes the plain path as well if overlap could only pay for fewer features of a rank than a layer ever has. There
-# torch multiplies some rows while others travel (takes_turns), if each rank has TURN_ROWS: of fewer, two products cost
-# more than overlap saves; of 300 of 600 rows, 2 % of the call.
-FEATURES, TURN_ROWS = 1024, 512
+# fp32 takes the plain path as well. There torch multiplies some rows while others travel (takes_turns), if each rank
+# has TURN_ROWS: of fewer, two products cost more than overlap saves; of 300 of 600 rows, 2 % of the call.
+TURN_ROWS = 512
 
 REGISTERS = 255
 
@@ -640,25 +639,6 @@ def counted_bytes(operation: str, M: int, width: int, dtype: torch.dtype, ranks:
     """The bytes of M rows of `width` elements that arrive at a rank, of a reduce-scatter from each peer."""
     crossings, senders = (2 if operation == ALL_REDUCE else 1), (1 if operation == SCATTER else ranks - 1)
     return crossings * M * width * sent_dtype(operation, dtype).itemsize * senders // ranks
-
-
-def features_that_pay(
-    operation: str, ranks: int, width: int, dtype: torch.dtype, precision: str = "ieee", gpu: GPU = H200
-) -> float:
-    """Up to how many of a rank's own features (N of an all-gather, K of a reduction) overlap may save time.
-
-    A fused call can hide the transfer at most. Where our GEMM is slower than the library's, it loses so much more for
-    each feature, whatever the number of rows that are sent. width: the elements of one.
-    """
-    itemsize = sent_dtype(operation, dtype).itemsize
-    alignment = 16 if stages_rows(dtype, precision, gpu) else math.gcd(width * itemsize, 16)
-    layout = "TN" if alignment >= 16 else "pointers"
-    ours, library = gpu.rate(dtype, precision, layout), gpu.library_rate(dtype, precision, alignment)
-    if ours >= library:
-        return math.inf
-    crossings = 2 if operation == ALL_REDUCE else 1
-    hidden_s = crossings * itemsize * (ranks - 1) / ranks / gpu.collective  # for each element that travels
-    return hidden_s / (2 / ours - 2 / library)
 
 
 def takes_turns(operation: str, rows: Sequence[int], width: int, dtype: torch.dtype) -> bool:

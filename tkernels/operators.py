@@ -54,12 +54,6 @@ def _check_without_gradient(name: str, labels: tuple[str, ...], *tensors: torch.
     complete = x is not None and w is not None and not (fp8 and (x_scale is None or w_scale is None))
     if complete and PLAIN.issuperset(map(type, tensors)) and not wants_gradient(*tensors):
         return
-    missing = [label for label, scale in (("x_scale", x_scale), ("w_scale", w_scale)) if scale is None]
-    if fp8 and missing:
-        raise TypeError(
-            f"{name}: {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: float8 operands come with "
-            f"both scales, fp32, for (x @ w.T) * x_scale * w_scale; pass torch.ones(1) where there is nothing to scale"
-        )
     given = enumerate(zip(labels, tensors, strict=True))
     check_tensors(name, **{label: each for at, (label, each) in given if at < 2 or each is not None})
     if not wants_gradient(*tensors):

@@ -23,7 +23,7 @@ from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import inboxes_fit
-from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
+from tkernels.configs import ALIKE, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import fused_layout, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here, stages_rows
 from tkernels.model import PLAIN_BYTES, sent_dtype
@@ -80,8 +80,8 @@ def explain(
     """
     check_type("explain: operation", operation, str, "a name")
     check_torch_dtype("explain: dtype", dtype)
-    if dtype not in DTYPES and dtype not in FP8:
-        raise TypeError(f"explain: products are of {', '.join(map(str, (*DTYPES, *FP8)))}, but dtype={dtype}")
+    if dtype not in ALIKE:
+        raise TypeError(f"explain: products are of {', '.join(map(str, ALIKE))}, but dtype={dtype}")
     M, N, K = whole("explain: M", M), whole("explain: N", N), whole("explain: K", K)
     if operation not in ("matmul", *PLAIN_BYTES):
         raise ValueError(
@@ -217,6 +217,7 @@ def choose_path(
     choice, fits = _choice(ctx, operation, M, width, dtype, precision, arriving)
     if not fits:
         _warn_of_heap(operation, ctx.heap.num_bytes)
+    _log.debug("%s, %d rows of %d elements of %s, %d ranks: %s", operation, M, width, name_of(dtype), ctx.size, choice)
     return choice.path
 
 
@@ -233,7 +234,9 @@ def _choice(
         if not (model.wire_of(problem).landing and inboxes_fit(ctx.heap.num_bytes, arrives, landing=True)):
             held = f"a heap of {ctx.heap.num_bytes}; pass init(heap_bytes=...)"
             return Choice("plain", f"{arrives} bytes of symmetric memory are too many for {held}"), False
-    return _choose(operation, M, width, dtype, ctx.size, precision, gpu_here()), True
+    if ctx.size > 1 and runtime.RUNTIME == "simulated":
+        return Choice("fused", "the simulated runtime is there to run the kernels; its wire costs nothing"), True
+    return by_rule(operation, M, width, dtype, ctx.size, precision, gpu_here()), True
 
 
 @functools.cache
@@ -243,17 +246,6 @@ def _warn_of_heap(operation: str, heap_bytes: int):
         "%s takes the plain path for sizes that are too large for a heap of %d bytes; pass init(heap_bytes=...)",
         operation, heap_bytes,
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(
-    operation: str, M: int, width: int, dtype: torch.dtype, size: int, precision: str = "ieee", gpu: GPU = H200
-) -> Choice:
-    choice = by_rule(operation, M, width, dtype, size, precision, gpu)
-    if size > 1 and runtime.RUNTIME == "simulated":
-        choice = Choice("fused", "the simulated runtime is there to run the kernels; its wire costs nothing")
-    _log.debug("%s, %d rows of %d elements of %s, %d ranks: %s", operation, M, width, name_of(dtype), size, choice)
-    return choice
 
 
 def by_rule(
@@ -268,21 +260,14 @@ def by_rule(
     limit = model.plain_limit(operation, size, dtype)
     if num_bytes <= limit:
         return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
-    pays = model.features_that_pay(operation, size, width, dtype, precision, gpu)
-    if pays < model.FEATURES:
-        what = "fp32" if precision == "ieee" else precision
-        what = what if dtype == torch.float32 else f"rows of {row_bytes} bytes, no multiple of 16,"
-        return Choice(
-            "plain",
-            f"torch multiplies {what} so much faster on {gpu.name} that overlap in one kernel could pay for {pays:.0f} "
-            f"features of a rank, and layers have more",
-        )
     if dtype == torch.float32:
-        return Choice(
-            "plain",
-            f"as {precision} one kernel that overlaps has not been timed between GPUs; path='fused' asks for it",
-        )
+        why = "torch multiplies IEEE fp32 so much faster that overlap could not make up for it"
+        if precision != "ieee":
+            why = f"as {precision} one kernel that overlaps has not been timed between GPUs; path='fused' asks for it"
+        return Choice("plain", why)
+    if row_bytes % VECTOR_BYTES and not stages_rows(dtype, precision, gpu):
+        return Choice("plain", f"rows of {row_bytes} bytes, no multiple of 16, are slow in our kernels on {gpu.name}")
     wider = ""
-    if row_bytes % VECTOR_BYTES and stages_rows(dtype, precision, gpu):
+    if row_bytes % VECTOR_BYTES:
         wider = f", in rows of {round_up(row_bytes, VECTOR_BYTES)} instead of {row_bytes} bytes"
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies{wider}")

@@ -251,8 +251,7 @@ class Quantize(NamedTuple):
 
         def call(x, gate):
             q, scale = torch.empty_like(q_like, device=x.device), torch.empty_like(scale_like, device=x.device)
-            gates = () if gate is None else (in_rows_of(gate, columns),)
-            run((in_rows_of(x, columns), *gates), q, scale)
+            run(*(in_rows_of(each, columns) for each in (x, gate) if each is not None), q, scale)
             return q, scale
 
         return call
@@ -300,30 +299,19 @@ class Quantize(NamedTuple):
     def by_row(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
         """The launch for tensors like these [rows, columns], of rows that a program holds, 16 or 32 elements a thread.
 
-        A function of (x,) or (x, gate), q and scale.
+        A function of x, gate if there is one, q and scale.
         """
-        (rows, columns), wide = x.shape, triton.next_power_of_2(x.shape[1])
-        together, (operands, varying) = max(HELD // wide, 1), self.operands(x, gate)
-        launch = PreparedLaunch(
-            quantize_rows_kernel, triton.cdiv(rows, together), varying=(*varying, "q", "scale"),
-            **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), rows=rows, columns=columns,
-            MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, ROWS=together, COLUMNS=wide,
-            num_warps=min(max(wide, HELD) // 512, 32),
-        )  # fmt: skip
-        return lambda loaded, q, scale: launch(*loaded, q, scale)
+        rows, wide = len(x), triton.next_power_of_2(x.shape[1])
+        together = max(HELD // wide, 1)
+        blocks = {"rows": rows, "ROWS": together, "COLUMNS": wide, "num_warps": min(max(wide, HELD) // 512, 32)}
+        return self.launch(quantize_rows_kernel, triton.cdiv(rows, together), x, gate, q=q, **blocks)
 
     def by_reads(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
         """The same for rows that a program reads twice, by blocks of at most 4/7 of a row, 16 elements a thread."""
-        (rows, columns), (operands, varying) = x.shape, self.operands(x, gate)
+        rows, columns = x.shape
         most = 8192 if columns * x.itemsize <= LONGEST_READ // 2 else 16384  # so that fewer rows are in the cache
         block = max(min(triton.next_power_of_2(columns * 4 // 7 + 1) // 2, most), 1)
-        launch = PreparedLaunch(
-            quantize_row_kernel, rows, varying=(*varying, "q", "scale"),
-            **operands, q=q, scale=q.new_empty(0, dtype=torch.float32), columns=columns,
-            MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, BLOCK=block,
-            num_warps=max(block // 512, 1),
-        )  # fmt: skip
-        return lambda loaded, q, scale: launch(*loaded, q, scale)
+        return self.launch(quantize_row_kernel, rows, x, gate, q=q, BLOCK=block, num_warps=max(block // 512, 1))
 
     def by_part(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
         """The same for long rows, of which several programs take a part each."""
@@ -331,30 +319,30 @@ class Quantize(NamedTuple):
         parts = min(max(programs // rows, 1), MOST_PARTS, triton.cdiv(columns, ELEMENTS))
         part = round_up(triton.cdiv(columns, parts), ELEMENTS)
         parts = triton.cdiv(columns, part)
-        like, (operands, varying) = q.new_empty(0, dtype=torch.float32), self.operands(x, gate)
-        common = dict(
-            **operands, largest=like, columns=columns, parts=parts, part=part, ONE_ROW=rows == 1, BLOCK=ELEMENTS,
-            num_warps=8,
-        )  # fmt: skip
-        find = PreparedLaunch(largest_kernel, rows * parts, varying=(*varying, "largest"), **common)
-        cast = PreparedLaunch(
-            quantize_parts_kernel, rows * parts, varying=(*varying, "largest", "q", "scale"), q=q, scale=like,
-            MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, PARTS=triton.next_power_of_2(parts),
-            **common,
-        )  # fmt: skip
+        divided = {"parts": parts, "part": part, "ONE_ROW": rows == 1, "BLOCK": ELEMENTS, "num_warps": 8}
+        find = self.launch(largest_kernel, rows * parts, x, gate, **divided)
+        wide = triton.next_power_of_2(parts)
+        cast = self.launch(quantize_parts_kernel, rows * parts, x, gate, q=q, PARTS=wide, **divided)
 
-        def run(loaded, q, scale):
-            largest = loaded[0].new_empty(rows * parts, dtype=torch.float32)
+        def run(*loaded_q_scale):
+            *loaded, q, scale = loaded_q_scale
+            largest = q.new_empty(rows * parts, dtype=torch.float32)
             find(*loaded, largest)
             cast(*loaded, largest, q, scale)
 
         return run
 
-    def operands(self, x: torch.Tensor, gate: torch.Tensor | None) -> tuple[dict, tuple[str, ...]]:
-        """A kernel's arguments of what it loads, and the names of those that vary from call to call."""
-        gates = {"gate": gate, "gate_stride": 0 if gate is None else gate.stride(0)}
-        loads = {"x": x, "x_stride": x.stride(0), **gates, "ACTIVATION": ACTIVATIONS[self.activation]}
-        return loads, ("x",) if gate is None else ("x", "gate")
+    def launch(self, kernel, programs: int, x: torch.Tensor, gate: torch.Tensor | None, **arguments) -> PreparedLaunch:
+        """Of a kernel that loads x and gate; those of the arguments below that it has are added."""
+        like = torch.empty(0, dtype=torch.float32, device="meta")
+        arguments |= {"x": x, "x_stride": x.stride(0), "gate": gate}
+        arguments["gate_stride"] = 0 if gate is None else gate.stride(0)
+        others = {"largest": like, "scale": like, "columns": x.shape[1], "ACTIVATION": ACTIVATIONS[self.activation]}
+        others |= {"MOST": torch.finfo(self.dtype).max, "POWER_OF_TWO": self.power_of_two}
+        arguments |= {name: value for name, value in others.items() if name in kernel.arg_names}
+        loaded = ("x",) if gate is None else ("x", "gate")
+        varying = loaded + tuple(name for name in ("largest", "q", "scale") if name in arguments)
+        return PreparedLaunch(kernel, programs, varying=varying, **arguments)
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

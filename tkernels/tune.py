@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.status import Status
 
 from tkernels import configs, model, operators, tuned
-from tkernels.choice import KEY, MULTIPLIED, bucket, choices_of, forget_calls, problem_of
+from tkernels.choice import KEY, MULTIPLIED, bucket, problem_of, tuned_locally, tuned_of
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.collectives import split_rows
@@ -28,7 +28,7 @@ from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.regions import round_up
-from tkernels.configs import DTYPES, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
+from tkernels.configs import ALIKE, FP8, GemmConfig, OverlapConfig, name_of, result_dtype
 from tkernels.gemm import Scales, fused_layout, layout_of, precision
 from tkernels.gpus import stages_rows
 from tkernels.library import multiply_scaled_into
@@ -75,8 +75,8 @@ class Job:
         """Raises ValueError or TypeError for a job that cannot be tuned on that many ranks."""
         if self.operation not in configs.OPERATIONS:
             raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(configs.OPERATIONS)}")
-        if self.dtype not in DTYPES and self.dtype not in FP8:
-            raise TypeError(f"tune: products are of {', '.join(map(str, (*DTYPES, *FP8)))}, but dtype={self.dtype}")
+        if self.dtype not in ALIKE:
+            raise TypeError(f"tune: products are of {', '.join(map(str, ALIKE))}, but dtype={self.dtype}")
         if ranks == 1 and self.operation != "matmul":
             raise ValueError(
                 f"tune: one rank multiplies alone, so {self.operation} is matmul there, with matmul's configuration; "
@@ -270,10 +270,9 @@ def tune(
     }
     path = _remember(record) if remember and ctx.rank == 0 else None
     record, outcome.remembered = ctx.group.gather((record, path))[0]  # with the same date on all ranks
-    # A local GEMM looks up the records of whichever context is the default when it is called: update all of them.
-    for each in open_contexts() if operation == "matmul" else [ctx]:
-        choices_of(each).remember(record)
-        forget_calls(each)
+    (tuned_locally() if operation == "matmul" else tuned_of(ctx)).remember(record)
+    for each in open_contexts():
+        each.forget_calls()
     return outcome
 
 
