@@ -149,7 +149,7 @@ def test_parallelize_trains_a_model_of_transformers_as_its_unsharded_twin(ctx, f
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3", "Gemma3n"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3", "Gemma3n", "GraniteSWA"])
 def test_parallelize_reads_a_models_own_plan(ctx, family):
     """ "auto": all parameters are DTensors, the embedding and the head are split by the vocabulary, tied or not."""
     model = make(family)
@@ -250,8 +250,11 @@ def test_fully_shard_over_dealt_experts_trains_as_the_unsharded_model(ctx):
 
 @pytest.mark.ranks(2)
 def test_parallelize_refuses_what_auto_can_not_split(ctx):
-    with pytest.raises(ValueError, match=r"this library has no style 'local_params' \(of 'model.*'\)"):
-        parallelize(make("GraniteSWA"), "auto", ctx)
+    identity = {"model.layers.*.mlp.experts": "moe_identity_expert"}
+    with pytest.raises(ValueError, match=r"this library has no style 'moe_identity_expert' \(of 'model.*'\)"):
+        parallelize(make("Mixtral"), identity, ctx)
+    with pytest.raises(ValueError, match="'local_params' of 'model.layers.0.self_attn' .* none of them a word"):
+        parallelize(make("GraniteSWA"), {"*.self_attn": "local_params"}, ctx)
     with pytest.raises(TypeError, match="Experts: .* is a .*NemotronHExperts, whose code isn't known to pass over"):
         model = make("NemotronH", layer_types=["attention", "moe"], **MIXTURE)
         parallelize(model, {"*.experts": "moe_tp_experts"}, ctx)

@@ -225,12 +225,12 @@ class P2PCommunicator:
         Collective for what is new. Once ranks have agreed on a call, the next block raises where it is wrong.
         """
         agreed = self._agreed.setdefault(call, [])
-        with self.group.checking(call, alike) if not (self._own or agreed) else contextlib.nullcontext():
+        with contextlib.nullcontext() if self._own or agreed else self.group.checking(call, alike):
             yield
-        if agreed and alike not in agreed:
-            with self.group.checking(call, alike):
-                pass
         if not self._own and alike not in agreed:
+            if agreed:
+                with self.group.checking(call, alike):
+                    pass
             agreed.append(dict(alike))
 
     # One transfer
@@ -422,17 +422,15 @@ class P2PCommunicator:
 
         next_send: the edge of a send that is about to be made, and counts too.
         """
-        for message in (self._headers, *itertools.chain(*self._in_flight.values())):
+        sends = self._in_flight
+        for message in (self._headers, *itertools.chain(*sends.values())):
             message.collect()
-        sends = {edge: deque(filter(len, messages)) for edge, messages in self._in_flight.items()}
-        leases = Counter(storage for messages in sends.values() for message in messages for storage in message.storages)
-        alone = {storage for storage, count in leases.items() if num_holders(storage) == count}
+        leases = Counter(each for messages in sends.values() for message in messages for each in message.storages)
         for edge, messages in sends.items():
-            freed = [message for message in messages if not alone.isdisjoint(message.storages)]
+            freed = [each for each in messages if any(num_holders(held) == leases[held] for held in each.storages)]
             for message in freed[: max(0, len(freed) - self.max_inflight + (edge == next_send))]:
                 message.drain()
-                messages.remove(message)
-        self._in_flight = sends
+            sends[edge] = deque(filter(len, messages))
 
     def _launch_send(self, edge: str, tensor, producers, home, message: Keepalive) -> Fence:
         producers = [self.dev.current_stream()] if producers is None else producers

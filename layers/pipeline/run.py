@@ -211,8 +211,9 @@ def forward_backward_pipelining(
         passes on unchanged, or that need no gradient, are kept.
     no_sync_func: makes the context for all of a chunk's steps but the last backward, in which gradients accumulate and
         are not reduced. Default: what the data-parallel modules in the chunk have, `set_requires_gradient_sync` of
-        fully_shard's, `no_sync` of DDP's, OverlappedDDP's and FullyShard's. So each parameter's gradient is reduced
-        once. contextlib.nullcontext leaves them alone.
+        fully_shard's, which is True afterwards, as after a step of torch's pipelines, `no_sync` of DDP's,
+        OverlappedDDP's and FullyShard's. So each parameter's gradient is reduced once. contextlib.nullcontext leaves
+        them alone.
     grad_sync_func: called with a chunk's parameters after its last backward, which is then in the context, too. Like
         no_sync_func, as in Megatron's config: a function, or a list of one for each chunk.
 

@@ -241,31 +241,27 @@ class Column:
         return y, gathered if self.keep else x
 
     def backward(self, dy, x, wt, need_x, dw):
+        other, rows, part = self.other, self.rows, None
         if not self.sequence_parallel:
-            return self.other.matmul_all_reduce(dy, wt) if need_x else None, None if dw is None else dw(dy, x)
+            return other.matmul_all_reduce(dy, wt) if need_x else None, dw and dw(dy, x)
         if dw is None:
-            comm = self.dgrad or self.other
-            return comm.matmul_reduce_scatter(dy, wt, rows=self.rows) if need_x else None, None
-        dx = part = None
+            return (self.dgrad or other).matmul_reduce_scatter(dy, wt, rows=rows) if need_x else None, None
         if self.dgrad is None or not need_x:
-            gathered = x if self.keep else self.other.all_gather(x, self.rows)
-            if need_x and self.wgrad is None:
-                dx = self.other.matmul_reduce_scatter(dy, wt, rows=self.rows)
-            elif need_x:
-                part = with_bias(dy, wt)
+            gathered = x if self.keep else other.all_gather(x, rows)
+            if not need_x or self.wgrad is None:
+                return other.matmul_reduce_scatter(dy, wt, rows=rows) if need_x else None, dw(dy, gathered)
+            part = with_bias(dy, wt)
         else:
-            gathered = x.new_empty(sum(self.rows), x.shape[1])
-            with self.dgrad.beside(self.dgrad.all_gather, x, self.rows, gathered):
+            gathered = x.new_empty(sum(rows), x.shape[1])
+            with self.dgrad.beside(self.dgrad.all_gather, x, rows, gathered):
                 if self.dgrad.reduces_dgrad:
-                    dx = self.dgrad.matmul_reduce_scatter(dy, wt, rows=self.rows, beside=True)
+                    dx = self.dgrad.matmul_reduce_scatter(dy, wt, rows=rows, beside=True)
                 else:
                     part = self.dgrad.multiply(dy, wt)
-            if part is not None and self.wgrad is None:
-                dx = self.other.reduce_scatter(part, self.rows)
-        if part is None or self.wgrad is None:
-            return dx, dw(dy, gathered)
+            if part is None or self.wgrad is None:
+                return dx if part is None else other.reduce_scatter(part, rows), dw(dy, gathered)
         dx = part.new_empty(x.shape)
-        with self.wgrad.beside(self.wgrad.reduce_scatter, part, self.rows, dx):
+        with self.wgrad.beside(self.wgrad.reduce_scatter, part, rows, dx):
             return dx, dw(dy, gathered, self.wgrad.multiply)
 
 

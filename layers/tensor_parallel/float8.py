@@ -36,6 +36,7 @@ from tkernels.comm.collectives import check_rows
 from tkernels.configs import FP8
 from tkernels.kept import optimizer_steps
 from tkernels.layers.tensor_parallel.activations import activated, activated_gradient, parts_of
+from tkernels.layers.tensor_parallel.functions import column_parallel_linear
 from tkernels.leading import Leading
 from tkernels.torch_operators import ops
 
@@ -350,6 +351,27 @@ class Float8:
         if kind == "scatter":
             return lead.back(y, lengths[ctx.rank]).contiguous()
         return lead.back(y, sum(lengths) if kind == "gather" else None)
+
+
+def products(
+    kind: str, x, parameters, ws, biases, ctx: Context, float8: Float8 | None, dim: int = 0,
+    rows: tuple[int, ...] | None = None, keep: bool = True, activation: str | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Of each weight, by Float8.product, whose arguments these are, or without float8 in the dtype of x."""
+    if float8 is not None:
+        y = float8.product(kind, x, parameters, ws, biases, ctx, dim, rows, keep, activation)
+        return [y] if len(ws) == 1 else list(y.split([len(w) for w in ws], -1))
+    (w, *others), (bias, *_) = ws, biases
+    if kind == "gather":
+        w, bias = (ws, biases) if others else (w, bias)
+        y = tkernels.all_gather_matmul(x, w, bias, return_gathered=keep, gather_dim=dim, rows=rows, ctx=ctx)
+        y = y[0] if keep else y
+        return y if others else [y]
+    if kind == "copy":
+        return [column_parallel_linear(x, w, bias, mesh=ctx)]
+    if kind == "scatter":
+        return [tkernels.matmul_reduce_scatter(x, w, bias, scatter_dim=dim, rows=rows, ctx=ctx)]
+    return [tkernels.matmul_all_reduce(x, w, bias, ctx=ctx)]
 
 
 class MultipliesInFloat8:

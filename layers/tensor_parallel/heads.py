@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -26,13 +26,16 @@ def text_config(model: nn.Module):
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozenset[str] = frozenset()):
+def check_heads(
+    model: nn.Module, split: list[str], ranks: int, strided: frozenset[str] = frozenset(),
+    of_heads: Collection[str] = (),
+):  # fmt: skip
     """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
     for one whose forward counts on all heads, or that has a parameter for each of them, and for stacked projections of
     which a rank would get other parts than the model takes them for.
 
     split: names of the layers of which each rank has some of the features, and returns these. strided: those of them
-        of which it has some of each of several blocks.
+        of which it has some of each of several blocks. of_heads: of the parameters of which it gets its heads' part.
     """
     # A layer of PEFT's wraps another.
     split = list(dict.fromkeys(re.sub(r"\.(base_layer|lora_[AB]\.[^.]*)$", "", name) for name in split))
@@ -64,14 +67,15 @@ def check_heads(model: nn.Module, split: list[str], ranks: int, strided: frozens
         return
     for path in dict.fromkeys(name.rpartition(".")[0] for name in split):
         module = model.get_submodule(path)
-        counts = {size for name, size in vars(module).items() if re.fullmatch(HEADS, name) and type(size) is int}
+        named = {name: size for name, size in vars(module).items() if "head" in name and type(size) is int}
+        counts = {size for name, size in named.items() if re.fullmatch(HEADS, name)}
         counts |= {*heads, *groups} if any(name.rpartition(".")[0] == path for name in attentions) else set()
         counts.discard(1)
-        widths = {size for name, size in vars(module).items() if "head" in name and not re.fullmatch(HEADS, name)}
+        widths = {size for name, size in named.items() if not re.fullmatch(HEADS, name)}
         for name, parameter in module.named_parameters(recurse=False):
             sizes = parameter.shape[:-1] if parameter.shape[-1:] and parameter.shape[-1] in widths else parameter.shape
             number = next((size for size in sizes if size in counts), None)
-            if number and not is_split(parameter):
+            if number and not is_split(parameter) and f"{path}.{name}" not in of_heads:
                 raise ValueError(
                     f"parallelize: {path!r}, {type(module).__name__}, has {name} of {tuple(parameter.shape)}, which "
                     f"goes with all {number} heads, of which a rank would have {number // ranks}; {_GATHER}"
@@ -153,7 +157,7 @@ def source_of(kind: type) -> str:
 def _methods(kind: type) -> list[ast.AST]:
     """The code of a module's methods, but for __init__, and of those that they override if they call these.
 
-    None where it is in no file.
+    Empty where it is in no file.
     """
     try:
         kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]

@@ -33,13 +33,13 @@ from tkernels.layers.tensor_parallel.float8 import (
     MultipliesInFloat8,
     Recipe,
     check_features,
+    products,
     recipe_in,
     recipe_of,
     unwrapped,
 )
 from tkernels.layers.tensor_parallel.functions import (
     as_operands,
-    column_parallel_linear,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -257,9 +257,9 @@ class ParallelLinear(MultipliesInFloat8, MarkedModule):
             return *as_operands(device, x), self.weight, bias
         return as_operands(device, x, self.weight, bias)
 
-    def _in_float8(self, kind: str, x: torch.Tensor, rows=None, **options) -> torch.Tensor:
+    def _product(self, kind: str, x: torch.Tensor, rows=None, **options) -> torch.Tensor:
         x, weight, bias = self._operands(x)
-        return self._float8.product(kind, x, [weight], [weight], [bias], self.ctx, rows=rows, **options)
+        return products(kind, x, [weight], [weight], [bias], self.ctx, self._float8, rows=rows, **options)[0]
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
@@ -361,17 +361,8 @@ class ColumnParallelLinear(ParallelLinear):
         """
         ctx = self.ctx
         self._check_input(x, self.in_features, rows)
-        if self.sequence_parallel:
-            keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-            if self._float8 is not None:
-                y = self._in_float8("gather", x, rows, keep=keep)
-            else:
-                y = tkernels.all_gather_matmul(*self._operands(x), return_gathered=keep, rows=rows, ctx=ctx)
-                y = y[0] if keep else y
-        elif self._float8 is not None:
-            y = self._in_float8("copy", x)
-        else:
-            y = column_parallel_linear(*self._operands(x), mesh=ctx)
+        keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
+        y = self._product("gather" if self.sequence_parallel else "copy", x, rows, keep=keep)
         if self.gather_output:
             y = gather_from_tensor_model_parallel_region(y, sizes=self.feature_sizes, mesh=ctx)
         return (y, self.bias) if self.return_bias else y
@@ -456,10 +447,5 @@ class RowParallelLinear(ParallelLinear):
         else:
             self._check_input(x, self.in_features, rows)
             x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, mesh=ctx)
-        if self._float8 is not None:
-            y = self._in_float8("scatter" if self.sequence_parallel else "reduce", x, rows, activation=activation)
-        elif self.sequence_parallel:
-            y = tkernels.matmul_reduce_scatter(*self._operands(x), rows=rows, ctx=ctx)
-        else:
-            y = tkernels.matmul_all_reduce(*self._operands(x), ctx=ctx)
+        y = self._product("scatter" if self.sequence_parallel else "reduce", x, rows, activation=activation)
         return (y, self.bias) if self.return_bias else y

@@ -17,8 +17,8 @@ from tkernels.comm import Context, MismatchError, find_context
 from tkernels.comm.arguments import check_dense
 from tkernels.dispatch import apply_transformed
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
-from tkernels.layers.tensor_parallel.float8 import Float8, MultipliesInFloat8
-from tkernels.layers.tensor_parallel.functions import as_operands, column_parallel_linear, gather_equal_parts
+from tkernels.layers.tensor_parallel.float8 import MultipliesInFloat8, products
+from tkernels.layers.tensor_parallel.functions import as_operands, gather_equal_parts
 from tkernels.torch_operators import replicated
 
 
@@ -133,40 +133,18 @@ class ColwiseLinear(ParallelModule):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's out-features, of all positions."""
-        x, placement, shape = self._enter(x)
-        if self._float8 is not None:
-            return float8_products([self], self._float8, x, placement, shape)[0]
-        if placement.is_shard():
-            return gathered_products([self], x, placement.dim, shape[placement.dim])[0]
-        return column_parallel_linear(x, *self._parts(), mesh=find_context(self._layout.context))
+        return products_of([self], *self._enter(x))[0]
 
 
-def gathered_products(linears: list[ColwiseLinear], x: torch.Tensor, dim: int, length: int) -> list[torch.Tensor]:
-    """Collective. The products of an input that is split along `dim`, where all ranks together have `length`."""
-    ctx = find_context(linears[0]._layout.context)
+def products_of(linears: list[ColwiseLinear], x: torch.Tensor, placement: Placement, shape) -> list[torch.Tensor]:
+    """Collective. The products of an input that all of them get, replicated or split along a leading dimension."""
+    ctx, kind, dim, rows = find_context(linears[0]._layout.context), "copy", 0, None
+    if placement.is_shard():
+        kind, dim, rows = "gather", placement.dim, chunk_sizes(shape[placement.dim], ctx.size)
     weights, biases = map(list, zip(*(linear._parts() for linear in linears), strict=True))
     keep = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    options = {"return_gathered": keep, "gather_dim": dim, "rows": chunk_sizes(length, ctx.size), "ctx": ctx}
-    if len(linears) == 1:
-        y = tkernels.all_gather_matmul(x, weights[0], biases[0], **options)
-        return [y[0] if keep else y]
-    ys = tkernels.all_gather_matmul(x, weights, biases, **options)
-    return ys[0] if keep else ys
-
-
-def float8_products(
-    linears: list[ColwiseLinear], float8: Float8, x: torch.Tensor, placement: Placement, shape
-) -> list[torch.Tensor]:
-    """Collective. The same in FP8, also of a replicated input: one product of all weights."""
-    ctx = find_context(linears[0]._layout.context)
-    weights, biases = zip(*(linear._parts() for linear in linears), strict=True)
-    operands = x, [linear.weight for linear in linears], weights, biases, ctx
-    if placement.is_shard():
-        lengths = chunk_sizes(shape[placement.dim], ctx.size)
-        y = float8.product("gather", *operands, placement.dim, lengths)
-    else:
-        y = float8.product("copy", *operands)
-    return [y] if len(linears) == 1 else list(y.split([len(weight) for weight in weights], -1))
+    parameters = [linear.weight for linear in linears]
+    return products(kind, x, parameters, weights, biases, ctx, linears[0]._float8, dim, rows, keep)
 
 
 class RowwiseLinear(ParallelModule):
@@ -183,17 +161,11 @@ class RowwiseLinear(ParallelModule):
         shape = (*x.shape[:-1], self.out_features)
         output = _positive(layout.output, x.dim())
         if output.is_shard() and output.dim != last:
-            rows = chunk_sizes(x.shape[output.dim], ctx.size)
-            if self._float8 is not None:
-                y = self._float8.product("scatter", x, [self.weight], [weight], [bias], ctx, output.dim, rows)
-            else:
-                y = tkernels.matmul_reduce_scatter(x, weight, bias, scatter_dim=output.dim, rows=rows, ctx=ctx)
-            return layout.leave(y, output, shape)
-        if self._float8 is not None:
-            y = self._float8.product("reduce", x, [self.weight], [weight], [bias], ctx)
+            kind, dim, rows = "scatter", output.dim, chunk_sizes(x.shape[output.dim], ctx.size)
         else:
-            y = tkernels.matmul_all_reduce(x, weight, bias, ctx=ctx)
-        return layout.leave(y, Replicate(), shape)
+            output, kind, dim, rows = Replicate(), "reduce", 0, None
+        (y,) = products(kind, x, [self.weight], [weight], [bias], ctx, self._float8, dim, rows)
+        return layout.leave(y, output, shape)
 
 
 class RowwiseEmbedding(ParallelModule):

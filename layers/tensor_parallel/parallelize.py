@@ -31,6 +31,7 @@ from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
     Experts,
+    ForHeads,
     LinearStyle,
     Replicated,
     ReplicatedForHeads,
@@ -55,7 +56,7 @@ WORDS = {  # transformers' names of styles
     GRAD_ALLREDUCE: Replicated(sum_gradients=True),
     FOR_HEADS: ReplicatedForHeads(),
 }
-LATENT_KEYS = "mla_kv_a_proj"
+LATENT_KEYS, LOCAL = "mla_kv_a_proj", "local_params"
 # Megatron's
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None, FOR_HEADS: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
@@ -147,6 +148,10 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
         each = WORDS.get(word) if isinstance(word, str) else word
         if isinstance(word, str) and word == LATENT_KEYS:
             each = _latent_keys(model, pattern)
+        if isinstance(word, str) and word == LOCAL:
+            own = {name: modules[name] for name in hits if [*modules[name].parameters(recurse=False)]}  # not in each block
+            given += [(name, module, _for_heads(name, module, plan)) for name, module in own.items()]
+            continue
         if not isinstance(each, ParallelStyle):
             unknown[pattern] = word
             continue
@@ -161,7 +166,7 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
     if unknown:
         found = ", ".join(f"{word!r} (of {pattern!r})" for pattern, word in unknown.items())
         raise ValueError(
-            f"parallelize: this library has no style {found}; it has {', '.join((*WORDS, LATENT_KEYS))}, or in "
+            f"parallelize: this library has no style {found}; it has {', '.join((*WORDS, LATENT_KEYS, LOCAL))}, or in "
             f"Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. Experts can stay whole, but no "
             f"attention whose projections are split: take {listed(list(unknown))} out of the plan"
             f"{', by `del model.tp_plan[...]`' if optional else ''}"
@@ -177,6 +182,22 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
         unique.setdefault(id(module), (name, module, each))
     given = list(unique.values())
     return given + _siblings(model, given)
+
+
+def _for_heads(path: str, module: nn.Module, plan: Mapping) -> ForHeads:
+    """The style of an attention whose own parameters a plan names, too, as transformers' plans do."""
+    words = {
+        name: word
+        for name in module._parameters
+        for pattern, word in plan.items()
+        if fnmatch.fnmatchcase(f"{path}.{name}", pattern)
+    }
+    if not words or set(words.values()) != {"colwise"}:
+        raise ValueError(
+            f"parallelize: {LOCAL!r} of {path!r} is for a module with parameters that the plan names by 'colwise', "
+            f"which each rank gets its heads' part of; it gives {words or 'none of them a word'}"
+        )
+    return ForHeads(list(words))
 
 
 def _latent_keys(model: nn.Module, pattern: str) -> ReplicatedForHeads:

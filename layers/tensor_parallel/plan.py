@@ -29,6 +29,7 @@ from tkernels.layers.tensor_parallel.replicas import ReadsChildren
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
+    ForHeads,
     Replicated,
     ReplicatedForHeads,
     RowwiseParallel,
@@ -98,7 +99,9 @@ def apply(
             rest = [(path, each) for path, each in Replicated.owners(module) if id(each) not in taken]
             given += [(path, each, Replicated()) for path, each in rest if reads_its_parameters(each)]
         columns = [(path, each) for path, _, each in given if isinstance(each, ColwiseParallel)]
-        check_heads(module, [path for path, each in columns if each.output_layouts[0].is_shard()], ctx.size)
+        of_heads = {f"{path}.{name}" for path, _, each in given if isinstance(each, ForHeads) for name in each.names}
+        split = [path for path, each in columns if each.output_layouts[0].is_shard()]
+        check_heads(module, split, ctx.size, of_heads=of_heads)
         for path, target, each in given:
             if isinstance(each, Style):
                 each.check(path, target, ctx.size)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from tkernels.comm import find_context
 from tkernels.layers.tensor_parallel.float8 import Float8, Recipe
 from tkernels.layers.tensor_parallel.functions import copy_to_tensor_model_parallel_region
-from tkernels.layers.tensor_parallel.modules import ColwiseLinear, float8_products, gathered_products
+from tkernels.layers.tensor_parallel.modules import ColwiseLinear, products_of
 from tkernels.layers.tensor_parallel.replicas import register_always
 from tkernels.layers.tensor_parallel.styles import ColwiseParallel
 
@@ -141,10 +141,8 @@ class Siblings:
     def _take(self, linear: ColwiseLinear, x: torch.Tensor):
         self.forget()
         x, placement, shape = linear._enter(x)
-        if self._float8 is not None:
-            products = float8_products(self._linears, self._float8, x, placement, shape)
-        elif placement.is_shard():
-            products = gathered_products(self._linears, x, placement.dim, shape[placement.dim])
+        if self._float8 is not None or placement.is_shard():
+            products = products_of(self._linears, x, placement, shape)
         else:
             self._whole = copy_to_tensor_model_parallel_region(x, mesh=find_context(linear._layout.context))
             products = [None] * len(self._linears)

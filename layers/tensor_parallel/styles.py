@@ -282,6 +282,31 @@ class RowwiseParallel(LinearStyle, style.RowwiseParallel):
         return self.convert(module, device_mesh, base, input, self.output_layouts[0])
 
 
+class ForHeads(Style):
+    """An attention that reads parameters with a part for each head, as sinks: each rank has those of its heads.
+
+    names: of these, split along their first dimension. The module's other own parameters are the same on all ranks.
+    """
+
+    kinds, nested = (nn.Module,), True
+
+    def __init__(self, names: list[str]):
+        super().__init__()
+        self.names = tuple(names)
+
+    def __repr__(self) -> str:
+        return f"ForHeads{self.names}"
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(0) if name in self.names else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check("", module, device_mesh.size())
+        self.distribute(module, device_mesh)
+        ReplicatedParameters(module, self.context_over(device_mesh), sum_gradients=False)
+        return module
+
+
 class Experts(Style):
     """The experts of a mixture, as transformers has them: parameters [experts, ...], dealt to the ranks.
 
