@@ -149,7 +149,7 @@ def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
         if isinstance(word, str) and word == LATENT_KEYS:
             each = _latent_keys(model, pattern)
         if isinstance(word, str) and word == LOCAL:
-            own = {name: modules[name] for name in hits if [*modules[name].parameters(recurse=False)]}  # not in each block
+            own = {name: modules[name] for name in hits if [*modules[name].parameters(recurse=False)]}
             given += [(name, module, _for_heads(name, module, plan)) for name, module in own.items()]
             continue
         if not isinstance(each, ParallelStyle):
