@@ -314,7 +314,7 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
     for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
         ctx = SimpleNamespace(
             size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
-            lamport_bytes=LAMPORT_BYTES, constant=lambda *_: None, workspace=lambda: workspace,
+            lamport_bytes=LAMPORT_BYTES, on_device=lambda _: None, workspace=lambda: workspace,
             bind_call=lambda *_, **__: None, link=lambda operation: None,
             heap=SimpleNamespace(num_bytes=2 << 30), mapped=True,
         )  # fmt: skip

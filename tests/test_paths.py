@@ -52,17 +52,16 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
     for size in (2, 4, 8):
-        for precision, gpu, name in (("ieee", "NVIDIA H200", "fp32"), ("tf32", "NVIDIA A100-SXM4-80GB", "tf32")):
-            choice = rule(operation, 8192, size, torch.float32, precision=precision, gpu=GPUS[gpu])
-            assert choice.path == "plain", (size, precision)
-            assert choice.reason.startswith(f"torch multiplies {name} so much faster on {gpu} that overlap in ")
+        choice = rule(operation, 8192, size, torch.float32)
+        assert choice.path == "plain" and choice.reason.startswith("torch multiplies IEEE fp32 so much faster that ")
         choice = rule(operation, 8192, size, torch.float32, precision="tf32")
         assert choice.path == "plain" and "has not been timed between GPUs; path='fused' asks for it" in choice.reason
         for width in (WIDTH - 1, WIDTH - 4):
             choice = rule(operation, 8192, size, width=width)
             assert choice.path == "fused" and f"in rows of {2 * WIDTH} instead of {2 * width} bytes" in choice.reason
             for gpu in (gpu for gpu in GPUS.values() if gpu.capability < (9, 0)):  # where nothing is staged
-                assert "instead of" not in rule(operation, 8192, size, width=width, gpu=gpu).reason, gpu
+                choice = rule(operation, 8192, size, width=width, gpu=gpu)
+                assert choice.path == "plain" and "no multiple of 16, are slow in our kernels" in choice.reason, gpu
         for gpu in GPUS.values():
             assert rule(operation, 8192, size, gpu=gpu).path == "fused", gpu
 

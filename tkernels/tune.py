@@ -238,7 +238,7 @@ def tune(
         count, which compile: many shapes share their kernels.
     grid: values by field; all their combinations are tried instead of the tuner's own candidates.
     remember: store the result on disk for later processes ($TKERNELS_CACHE). False: keep it for this context only or,
-        for matmul, which belongs to no context, for all open contexts.
+        for matmul, which belongs to no context, for this process.
     measure: as timing.measure.
 
     Raises ValueError or TypeError for arguments that cannot be tuned, the same on every rank; RuntimeError if even the
