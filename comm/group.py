@@ -352,7 +352,7 @@ class Group:
         """Collective. `gather`, after the device's work so far: a host barrier."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return self.gather(value, call, limit_s)
+        return self.gather(value, call, limit_s=limit_s)
 
     def close(self):
         self.closed = True

@@ -422,15 +422,17 @@ class P2PCommunicator:
 
         next_send: the edge of a send that is about to be made, and counts too.
         """
-        sends = self._in_flight
-        for message in (self._headers, *itertools.chain(*sends.values())):
+        for message in (self._headers, *itertools.chain(*self._in_flight.values())):
             message.collect()
-        leases = Counter(each for messages in sends.values() for message in messages for each in message.storages)
+        sends = {edge: deque(filter(len, messages)) for edge, messages in self._in_flight.items()}
+        leases = Counter(storage for messages in sends.values() for message in messages for storage in message.storages)
+        alone = {storage for storage, count in leases.items() if num_holders(storage) == count}
         for edge, messages in sends.items():
-            freed = [each for each in messages if any(num_holders(held) == leases[held] for held in each.storages)]
+            freed = [message for message in messages if not alone.isdisjoint(message.storages)]
             for message in freed[: max(0, len(freed) - self.max_inflight + (edge == next_send))]:
                 message.drain()
-            sends[edge] = deque(filter(len, messages))
+                messages.remove(message)
+        self._in_flight = sends
 
     def _launch_send(self, edge: str, tensor, producers, home, message: Keepalive) -> Fence:
         producers = [self.dev.current_stream()] if producers is None else producers
