@@ -529,6 +529,9 @@ def test_fully_shard_refuses_float8_weights_that_others_take(ctx):
     tied = r"^fully_shard: 0.0.weight is to be gathered in FP8 .*, but is also that of a Linear, .* untie"
     with pytest.raises(ValueError, match=tied):
         layers.fully_shard(nn.Sequential(model, whole), mesh=dp)
+    frozen = nn.Linear(K, N, dtype=torch.bfloat16, device=ctx.device)
+    frozen.scales = nn.Parameter(torch.ones(4, device=ctx.device).to(torch.float8_e4m3fn), requires_grad=False)
+    layers.fully_shard(frozen, mesh=dp)(torch.ones(2, K, dtype=torch.bfloat16, device=ctx.device)).sum().backward()
     # Alone, and where nothing is split, there is nothing to gather.
     x, found = normal((8, K), torch.bfloat16, 1, ctx.device), []
     for float8 in ("tensorwise", "tensorwise_with_fp8_gather"):

@@ -213,7 +213,8 @@ def test_parallelize_deals_experts_to_ranks(ctx, implementation):
 
 
 @pytest.mark.ranks(2)
-def test_parallelize_trains_where_no_token_chooses_a_ranks_experts(ctx):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_parallelize_trains_where_no_token_chooses_a_ranks_experts(ctx, checkpointed):
     """Its gradients are zeros, as the others' of experts that nobody chose, and backward leaves out no collective."""
     model = make("Qwen3Moe", **MIXTURE, experts_implementation="eager")
     with torch.no_grad():
@@ -222,11 +223,16 @@ def test_parallelize_trains_where_no_token_chooses_a_ranks_experts(ctx):
             layer.mlp.gate.weight[:3].mul_(4)
     twin = copy.deepcopy(model).double()
     parallelize(model, "auto", ctx).to(ctx.device)
+    if checkpointed:  # whose recomputation, with collectives, begins where backward first needs a saved tensor
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     for each in (model, twin):
         each(input_ids=torch.tensor([[3]], device=each.device)).logits.square().sum().backward()
     chosen = twin.model.layers[0].mlp.experts.down_proj.grad.abs().amax((1, 2)) > 0
     assert not all(chosen.split(3)[rank].any() for rank in range(2))
     assert_same_gradients(ctx, model, twin)
+    model.load_state_dict(make("Qwen3Moe", **MIXTURE).to(ctx.device).state_dict(), assign=True)
+    with pytest.raises(ValueError, match="whole tensors; load these by"):
+        model.model.layers[0].mlp.experts(*(torch.zeros(1, 2, device=ctx.device) for _ in range(3)))
     ctx.check()
 
 
@@ -258,6 +264,8 @@ def test_parallelize_refuses_what_auto_can_not_split(ctx):
     with pytest.raises(TypeError, match="Experts: .* is a .*NemotronHExperts, whose code isn't known to pass over"):
         model = make("NemotronH", layer_types=["attention", "moe"], **MIXTURE)
         parallelize(model, {"*.experts": "moe_tp_experts"}, ctx)
+    with pytest.raises(TypeError, match="Experts: .* is a .*GptOssExperts, whose code isn't known to pass over"):
+        parallelize(make("GptOss", num_local_experts=4), {"*.experts": "moe_tp_experts"}, ctx)
     with pytest.raises(ValueError, match="4 heads and 1 of keys and values .* don't divide by 2 ranks"):
         parallelize(make("Llama", num_key_value_heads=1), "auto", ctx)
     halves = {"*.gate_up_proj": "colwise", "*.down_proj": "rowwise"}

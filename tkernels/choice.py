@@ -13,6 +13,7 @@ import weakref
 from dataclasses import fields, replace
 
 import torch
+import torch.distributed as dist
 
 from tkernels import configs, model, tuned
 from tkernels.comm.context import Context
@@ -62,7 +63,7 @@ def tuned_of(ctx: Context) -> Tuned:
 @functools.cache
 def tuned_locally() -> Tuned:
     """What was tuned for products of one rank alone, whatever contexts there are."""
-    return Tuned(tuned.known(1, tuned.LOCAL))
+    return Tuned(tuned.known(1, tuned.LOCAL, report=not dist.is_initialized() or dist.get_rank() == 0))
 
 
 def gemm_config(

@@ -265,9 +265,10 @@ def by_rule(
         if precision != "ieee":
             why = f"as {precision} one kernel that overlaps has not been timed between GPUs; path='fused' asks for it"
         return Choice("plain", why)
-    if row_bytes % VECTOR_BYTES and not stages_rows(dtype, precision, gpu):
+    staged = stages_rows(dtype, precision, gpu)
+    if row_bytes % VECTOR_BYTES and not staged and dtype not in FP8:
         return Choice("plain", f"rows of {row_bytes} bytes, no multiple of 16, are slow in our kernels on {gpu.name}")
     wider = ""
-    if row_bytes % VECTOR_BYTES:
+    if row_bytes % VECTOR_BYTES and staged:
         wider = f", in rows of {round_up(row_bytes, VECTOR_BYTES)} instead of {row_bytes} bytes"
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies{wider}")

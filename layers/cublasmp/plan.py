@@ -60,6 +60,7 @@ class Plan:
 
     def __init__(self, ctx: Context, problem: Problem, layout: Layout, scalars: tuple[float, float]):
         self.problem, self.layout, options = problem, layout, problem.options
+        self._configs = {}  # by the sizes, dtypes and layout of a product
         self._agreed = [repr(scalars)]  # alpha and beta that ranks have compared, the last ones last
         self.pattern, self.transposes = layout.pattern, problem.transposes
         self.dtype, self.wire, self.rows = layout.result_dtype, layout.wire_dtype, layout.splits.get("n")
@@ -209,9 +210,12 @@ class Plan:
         (N, K), operation = w.shape, OPERATIONS[self.pattern].operation
         precision = self.problem.precision
         layout = fused_layout(x, w, precision)
-        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout, True, precision)
-        stored = max(self.wire, dtype, key=lambda each: each.itemsize)
-        return dataclasses.replace(with_room_for(config, stored, x.dtype, precision), num_comm=num_comm)
+        if (key := (N, K, x.dtype, dtype, layout)) not in self._configs:
+            config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout, True, precision)
+            stored = max(self.wire, dtype, key=lambda each: each.itemsize)
+            config = with_room_for(config, stored, x.dtype, precision)
+            self._configs[key] = dataclasses.replace(config, num_comm=num_comm)
+        return self._configs[key]
 
     def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:
         """The bias gradient in fp32: y [n, m] summed over n, or an operand, as passed by the user, summed over k."""

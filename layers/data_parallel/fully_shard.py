@@ -30,13 +30,13 @@ from tkernels.comm.arguments import check_flags, check_type, several, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
-from tkernels.layers.data_parallel.float8_group import ELEMENTS, Float8Group
+from tkernels.layers.data_parallel.float8_group import Float8Group
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
 from tkernels.layers.marks import check_replicas, is_split
 from tkernels.layers.owners import check_free, own
 from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 from tkernels.layers.tensor_parallel.dtensors import let_grad_scaler_see_all_ranks, mesh_of
-from tkernels.layers.tensor_parallel.float8 import gathered_by
+from tkernels.layers.tensor_parallel.float8 import Float8, gathered_by
 
 _SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
 
@@ -121,7 +121,10 @@ def fully_shard(
             for ctx in ranks.contexts:
                 check_replicas(f"fully_shard: {name}", parameter, ctx.group.global_ranks)
     options = dict(mp_policy=repr(mp_policy), strategy=strategy, reshard_after_forward=reshard_after_forward)
-    layouts = {name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters.items()}
+    layouts = {
+        name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad} {_gathered_as(float8[name]) or ''}".rstrip()
+        for name, p in parameters.items()
+    }
     plain = ((name, p) for name, p in parameters.items() if not (isinstance(p, DTensor) or p.is_meta))
     split = {name: checksum(parameter) for name, parameter in plain if is_split(parameter)}
     for ctx in ranks.contexts:
@@ -133,20 +136,17 @@ def fully_shard(
         )  # fmt: skip
 
     beside = _tensor_parallel_mesh(modules, ranks.mesh)
-    by_kind: dict[tuple, list[Parameter]] = {}  # dtype, param_dtype, that of FP8
+    by_kind: dict[tuple, list[Parameter]] = {}
     for name, parameter in parameters.items():
-        kind = dict.fromkeys([parameter.dtype, param_dtype_of(parameter.dtype, mp_policy)])
-        if float8[name] is not None:  # of one power_of_two
-            kind |= dict.fromkeys([ELEMENTS] + ["powers of two"] * float8[name].recipe.power_of_two)
+        kind = parameter.dtype, param_dtype_of(parameter.dtype, mp_policy), _gathered_as(float8[name])
         part = Parameter.of(name, places[name], parameter, ranks, beside, device, float8[name])
-        by_kind.setdefault(tuple(kind), []).append(part)
+        by_kind.setdefault(kind, []).append(part)
         setattr(parameter, _SHARDED, name)
-    groups = [
-        (Float8Group if ELEMENTS in kind else ParamGroup)(
-            "-".join(str(each).removeprefix("torch.") for each in kind), parameters, ranks, mp_policy
-        )
-        for kind, parameters in by_kind.items()
-    ]
+    groups = []
+    for kind, parameters in by_kind.items():
+        names = [str(each).removeprefix("torch.") for each in dict.fromkeys(kind) if each is not None]
+        made = ParamGroup if parameters[0].float8 is None else Float8Group
+        groups.append(made("-".join(names), parameters, ranks, mp_policy))
     options = STRATEGIES[strategy], Options(prefetch, overlap)
     unit = Unit(modules, groups, ranks, mp_policy, reshard_after_forward, *options, device)
     for part in managed if ignored else ():
@@ -332,6 +332,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str):
         return output if cast is None else cast
 
     setattr(module, method_name, method)
+
+
+def _gathered_as(float8: Float8 | None) -> str | None:
+    """In words, how the weight of such a layer is gathered; None: in its own dtype."""
+    if float8 is None:
+        return None
+    return "in float8" + " by powers of two" * float8.recipe.power_of_two
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:

@@ -240,6 +240,8 @@ class DealtExperts(ParallelModule):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         self._check_input(hidden_states)
+        for parameter in self._parameters.values():
+            self._check_part(len(parameter), sum(self._sizes))
         context = self._layout.context
         mine, own = top_k_index - sum(self._sizes[: find_context(context).rank]), self.num_experts
         elsewhere = (mine < 0) | (mine >= own)
@@ -252,22 +254,24 @@ class DealtExperts(ParallelModule):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of y over ranks. Backward goes on to the others, whose own is collective.
+    """The sum of y over ranks. Backward goes on to x and weights, whose own is collective.
 
-    Also where y isn't made of them, as on a rank none of whose experts was chosen.
+    Also where y isn't made of them, as on a rank none of whose experts was chosen. x is saved for that rank: where a
+    checkpoint is recomputed for the sake of the first saved tensor, collectives too, all ranks do so here.
     """
 
     @staticmethod
-    def forward(context, y, *others):
+    def forward(context, y, x, weights):
         return tkernels.all_reduce(y, ctx=find_context(context))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.number = len(inputs) - 2
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx, dy):
-        return None, dy, *[None] * ctx.number
+        _ = ctx.saved_tensors
+        return None, dy, None, None
 
 
 @functools.cache

@@ -329,7 +329,8 @@ class Experts(Style):
         with contextlib.suppress(OSError, TypeError):
             code = source_of(kind)
         told = hasattr(module, "_is_expert_parallel") or not hasattr(kind.forward, "__wrapped__")
-        if sizes != {(getattr(module, "num_experts", None),)} or not told or "== self.num_experts" not in code:
+        passes = "== self.num_experts" in code and "self.num_experts + 1" in code  # of that number there is none
+        if sizes != {(getattr(module, "num_experts", None),)} or not (told and passes):
             raise TypeError(
                 f"Experts: {path!r} is a {kind.__module__}.{kind.__name__}, whose code isn't known to pass over the "
                 f"experts of other ranks; take it out of the plan, and it stays whole"
