@@ -122,6 +122,7 @@ def test_explain_says_what_a_call_does_and_an_unknown_path_or_operation_is_refus
         (-1, torch.float32, ValueError, "M=-1 must be at least 0"),
         (16, None, TypeError, "dtype=None must be a torch.dtype"),
         (16, torch.int8, TypeError, "products are of torch.float32, .*, but dtype=torch.int8"),
+        (16, torch.float8_e5m2, TypeError, "products are of .*e4m3fn, but dtype=torch.float8_e5m2"),
     ):
         with pytest.raises(error, match=f"^explain: {said}$"):
             tkernels.explain("all_gather_matmul", size, 16, 16, dtype, ctx=ctx)
