@@ -468,7 +468,10 @@ class Context:
             raise
 
     def forget_calls(self):
-        """Discard what has been prepared, so that later calls follow a new choice of configurations."""
+        """Discard what has been prepared, so that later calls follow a new choice of configurations.
+
+        Also what this process has prepared for one rank alone, which belongs to no context.
+        """
         calls.local_calls.clear()
         for workspace in self._workspaces.values():
             workspace.forget_calls()

@@ -89,6 +89,8 @@ def fully_shard(
         memory for one more unit.
     overlap: of the root: communicate on a stream of its own. False uses one stream, and gives the same bits.
 
+    Weights of layers that multiply in FP8 are gathered in FP8 where their recipe says so: see ColwiseParallel.
+
     All ranks must run the same units in the same order; inside a unit they may use different parameters, and the
     gradient of one that a rank didn't use counts as zero. A loss must come from outputs of the module or its units.
     After a forward or backward that failed the next forward begins afresh, without a call of reset_iter_state.

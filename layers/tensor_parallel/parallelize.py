@@ -26,7 +26,7 @@ from tkernels.layers.tensor_parallel.linear import (
 )
 from tkernels.layers.tensor_parallel.plan import Given, apply, call_layers
 from tkernels.layers.tensor_parallel.replica_check import ReplicaCheck
-from tkernels.layers.tensor_parallel.replicas import FOR_HEADS, GRAD_ALLREDUCE, ReplicatedParameters, SummedOutput
+from tkernels.layers.tensor_parallel.replicas import FOR_HEADS, GRAD_ALLREDUCE, LocalParameters, SummedOutput
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
@@ -276,7 +276,7 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, flo
             model.set_submodule(path, layer)
     call_layers(model)
     for module in summed.values():
-        ReplicatedParameters(module, ctx.name, sum_gradients=True)
+        LocalParameters(module, ctx.name, sum_gradients=True)
     for name in for_heads:
         SummedOutput(model.get_submodule(name), ctx.name, features=None)
     ReplicaCheck.attach(model, ctx.name)
@@ -337,7 +337,7 @@ def _take_summed(model: nn.Module, styles: dict[str, tuple[str, dict]]) -> dict[
         if not members:
             raise ValueError(f"parallelize: {name!r} has no parameters whose gradients could be summed")
         for path, module in members.items():
-            if ReplicatedParameters.of(module):
+            if LocalParameters.of(module):
                 raise ValueError(f"parallelize: {path!r} has the style {GRAD_ALLREDUCE!r} already, by an earlier call")
             if type(module).forward is nn.Module.forward:
                 raise TypeError(

@@ -24,7 +24,7 @@ from tkernels.layers.tensor_parallel.dtensors import is_part, num_ranks_of
 from tkernels.layers.tensor_parallel.replicas import (
     FOR_HEADS,
     GRAD_ALLREDUCE,
-    ReplicatedParameters,
+    LocalParameters,
     SummedOutput,
     register_first,
 )
@@ -69,7 +69,7 @@ class ReplicaCheck:
     """Compares the gradients of replicated parameters over ranks, each once, at the end of a backward.
 
     split, summed: names of the parameters of which each rank has a part, and of those whose gradients are summed by
-        ReplicatedParameters. outputs: paths of split modules with a whole output, whose gradient all ranks must have.
+        LocalParameters. outputs: paths of split modules with a whole output, whose gradient all ranks must have.
         inputs: of those with a whole input, which all ranks must have: it is compared once, with the first gradients.
 
     It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
@@ -109,7 +109,7 @@ class ReplicaCheck:
         for path, module in model.named_modules():
             owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
             sums = [each for each in owners if isinstance(each, SummedOutput)]
-            hooks = ReplicatedParameters.of(module)
+            hooks = LocalParameters.of(module)
             sums += [hooks] if hooks is not None and hooks.sum_gradients else []
             summing += [(f"{path}." if path else "", each) for each in sums]
             if _has_parts(module) and _has_whole_output(module) and not sums:

@@ -15,8 +15,8 @@ GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the s
 FOR_HEADS = "replicated_for_heads"
 
 
-class ReplicatedParameters:
-    """Hooks of a module whose own parameters are the same on all ranks, or its own experts alone.
+class LocalParameters:
+    """Hooks of a module that reads its own parameters, the same on all ranks or its part of them, as plain tensors.
 
     During its forward the module finds, in place of each parameter, its values here as a plain tensor; with
     `sum_gradients`, as one whose gradient is summed over ranks, for a module that each rank uses for its own features
@@ -78,10 +78,10 @@ class ReplicatedParameters:
         self._check, self._path = check, path
 
     @staticmethod
-    def of(module: nn.Module) -> "ReplicatedParameters | None":
+    def of(module: nn.Module) -> "LocalParameters | None":
         """The hooks that a module has."""
         owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
-        return next((owner for owner in owners if isinstance(owner, ReplicatedParameters)), None)
+        return next((owner for owner in owners if isinstance(owner, LocalParameters)), None)
 
 
 class SummedOutput:
@@ -116,7 +116,7 @@ class ReadsChildren:
     Sums of gradients concern what a child's own forward reads, so children with them are left out.
     """
 
-    def __init__(self, module: nn.Module, children: list[tuple[nn.Module, ReplicatedParameters]]):
+    def __init__(self, module: nn.Module, children: list[tuple[nn.Module, LocalParameters]]):
         self._children = children
         module.register_forward_pre_hook(self._before)
         register_always(module, self._after)
@@ -133,7 +133,7 @@ class ReadsChildren:
     def attach(cls, model: nn.Module):
         """To every module in a model that has such children, each of which is lent by one parent."""
         for module in model.modules():
-            found = [(child, ReplicatedParameters.of(child)) for child in _called(module)] if _calls(module) else []
+            found = [(child, LocalParameters.of(child)) for child in _called(module)] if _calls(module) else []
             found = [(child, own) for child, own in found if own and not (own.sum_gradients or own.has_reader)]
             for _, hooks in found:
                 hooks.has_reader = True

@@ -6,6 +6,7 @@
       nn.Embedding    weight Shard(0), by vocabulary      this rank's rows, then reduce_scatter or all_reduce
     SequenceParallel  Replicate                           the module's own, on this rank's part of the sequence
     Experts           Shard(0)                            this rank's experts, then all_reduce
+    ForHeads          those of heads Shard(0)             the module's own, with its heads' part of them
 
 They are torch's classes with torch's arguments and defaults, so that torch's own parallelize_module takes them too, and
 a plan may mix them with torch's. Parameters become DTensors in torch.chunk's sizes; their gradients are whole: Shard
@@ -51,7 +52,7 @@ from tkernels.layers.tensor_parallel.modules import (
     subclass,
 )
 from tkernels.layers.tensor_parallel.replica_check import has_others_hooks
-from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, SummedOutput
+from tkernels.layers.tensor_parallel.replicas import LocalParameters, SummedOutput
 
 _log = logging.getLogger("tkernels")
 
@@ -303,7 +304,7 @@ class ForHeads(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check("", module, device_mesh.size())
         self.distribute(module, device_mesh)
-        ReplicatedParameters(module, self.context_over(device_mesh), sum_gradients=False)
+        LocalParameters(module, self.context_over(device_mesh), sum_gradients=False)
         return module
 
 
@@ -341,7 +342,7 @@ class Experts(Style):
         self.convert(module, device_mesh, DealtExperts, Replicate(), Replicate())
         module._sizes, module.num_experts = sizes, sizes[device_mesh.get_local_rank()]
         module._is_expert_parallel = True  # transformers' word, for its implementations other than "eager"
-        ReplicatedParameters(module, self.context_over(device_mesh), sum_gradients=False)
+        LocalParameters(module, self.context_over(device_mesh), sum_gradients=False)
         return module
 
 
@@ -437,7 +438,7 @@ class Replicated(Style):
     def apply_to_own(self, module: nn.Module, device_mesh: DeviceMesh):
         """To the parameters that are the module's own, none of those inside."""
         self.distribute(module, device_mesh)
-        ReplicatedParameters(module, self.context_over(device_mesh), self.sum_gradients)
+        LocalParameters(module, self.context_over(device_mesh), self.sum_gradients)
 
 
 class ReplicatedForHeads(ParallelStyle):
@@ -487,5 +488,5 @@ class SequenceParallel(Style, style.SequenceParallel):
             return self.by_torch(module, device_mesh)
         (sequence,) = self.sequence_sharding
         self.convert(module, device_mesh, SequenceModule, sequence, sequence)
-        ReplicatedParameters(module, self.context_over(device_mesh), sum_gradients=True)
+        LocalParameters(module, self.context_over(device_mesh), sum_gradients=True)
         return module
