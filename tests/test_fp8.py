@@ -209,6 +209,18 @@ def test_matmul_takes_leading_dimensions_with_a_scale_a_row():
         tkernels.matmul(x, w, x_scale=x_scale[..., 0], w_scale=w_scale)
 
 
+@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
+def test_matmul_takes_scales_at_any_address(way, by_row):
+    """One of many scales that lie side by side, or rows of more: cuBLAS takes one at multiples of 16 bytes alone."""
+    M, N, K = 24, 64, 160
+    x, w = integers((M, K), E4M3, 1, -8, 8, DEVICE), integers((N, K), E4M3, 2, -8, 8, DEVICE)
+    for offset in range(5):
+        x_scale, w_scale = (powers(6 + rows, 3 + rows)[offset:] for rows in (M, N))
+        x_scale, w_scale = (x_scale[:M], w_scale[:N]) if by_row else (x_scale[0], w_scale[0])
+        got = tkernels.matmul(x, w, x_scale=x_scale, w_scale=w_scale)
+        assert torch.equal(got, truth(x, w, x_scale, w_scale).to(BF16)), offset
+
+
 def test_matmul_refuses_an_out_that_overlaps_a_scale():
     x, out = torch.zeros(32, 32, device=DEVICE).to(E4M3), torch.ones(32, 32, device=DEVICE)
     with pytest.raises(ValueError, match="matmul: out overlaps w_scale"):

@@ -43,6 +43,8 @@ def multiply_scaled_into(
         return True
     if x_scale.numel() > 1 or w_scale.numel() > 1:  # torch takes either one for each operand, or one a row of each
         x_scale, w_scale = _spread(x_scale, (x.shape[0], 1)), _spread(w_scale, (1, w.shape[0]))
+    # cuBLAS refuses a scale in the midst of 16 bytes.
+    x_scale, w_scale = (scale if scale.data_ptr() % 16 == 0 else scale.clone() for scale in (x_scale, w_scale))
     multiply = functools.partial(
         torch._scaled_mm, x, w.t(), x_scale, w_scale, out_dtype=out.dtype, use_fast_accum=precision != "promoted",
         out=out,

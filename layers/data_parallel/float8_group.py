@@ -4,7 +4,8 @@ Each rank quantizes its own rows, in the scale of the whole weight: the largest 
 before. The layer is given what it would make itself of the whole weight, or, where `param_dtype` is narrower than the
 sharded parameter, what has not been rounded to that first.
 
-    whole   [R * S | P]   bytes: the elements in FP8, laid out as in any group, then each parameter's scale, fp32
+    whole   [R * S | P * 16]   bytes: the elements in FP8, laid out as in any group, then each parameter's scale, fp32, at
+                               the start of 16 bytes, as cuBLAS wants it
 
 The whole parameter itself, to which autograd gives a gradient in `param_dtype`, is NaN in its shape, without memory.
 """
@@ -21,6 +22,7 @@ from tkernels.layers.tensor_parallel.float8 import GATHERED
 from tkernels.quantize import scale_reference
 
 ELEMENTS = torch.float8_e4m3fn
+SCALE_BYTES = 16
 
 
 class Float8Group(ParamGroup):
@@ -37,10 +39,10 @@ class Float8Group(ParamGroup):
 
     @property
     def numel(self) -> int:
-        return self._scales_at + len(self.parameters) * torch.float32.itemsize
+        return self._scales_at + len(self.parameters) * SCALE_BYTES
 
     def _scales(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self._scales_at : self.numel].view(torch.float32)
+        return whole[self._scales_at : self.numel].view(torch.float32)[:: SCALE_BYTES // torch.float32.itemsize]
 
     def sent(self, whole: torch.Tensor) -> torch.Tensor:
         """Collective. This rank's part in FP8 [S]; the scales, which all ranks have alike, come to their place."""
