@@ -4,8 +4,8 @@ Each rank quantizes its own rows, in the scale of the whole weight: the largest 
 before. The layer is given what it would make itself of the whole weight, or, where `param_dtype` is narrower than the
 sharded parameter, what has not been rounded to that first.
 
-    whole   [R * S | P * 16]   bytes: the elements in FP8, laid out as in any group, then each parameter's scale, fp32, at
-                               the start of 16 bytes, as cuBLAS wants it
+    whole   [R * S | P * 16]   bytes: the elements in FP8, laid out as in any group, then each parameter's scale, fp32,
+                               16 bytes apart, as cuBLAS wants it
 
 The whole parameter itself, to which autograd gives a gradient in `param_dtype`, is NaN in its shape, without memory.
 """
