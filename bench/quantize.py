@@ -1,8 +1,9 @@
 """Times `quantize` beside a copy and torch's operations: python -m bench.quantize [--json PATH], from the root.
 
-On one GPU. Of activations in bf16 as models have them, and of sizes that nobody chose: a scale a row, one for all, and
-silu(gate) * up with a scale a row. The share is that of the copy's bandwidth, in bytes that must move: an element is
-read once (twice for one scale of all, as no program sees all elements) and written in one byte.
+On one GPU. Of activations in bf16 as models have them, and of sizes that nobody chose: a scale a row, one for all,
+silu(gate) * up with a scale a row, and a factor of delayed scaling. The share is that of the copy's bandwidth, in bytes
+that must move: an element is read once (twice for one scale of all, as no program sees all elements) and written in one
+byte.
 
 Exit code 0: all was measured. 1: a result differs from `quantize_reference`, or the rank failed. 2: wrong arguments.
 """
@@ -22,7 +23,7 @@ from bench.provenance import provenance
 from bench.records import append
 from tkernels.cli import file_to_write
 from tkernels.launch import RankError, RankPool
-from tkernels.quantize import quantize_reference
+from tkernels.quantize import quantize_by, quantize_by_reference, quantize_reference
 from tkernels.timing import measure
 
 SHAPES = (
@@ -30,13 +31,14 @@ SHAPES = (
     (12345, 5120), (7777, 3001),
 )  # fmt: skip
 TINY = ((64, 128),)
-READS = {"row": 1, "tensor": 2, "silu, row": 2}  # of elements, for each that is written
+READS = {"row": 1, "tensor": 2, "silu, row": 2, "delayed": 1}  # of elements, for each that is written
 ITERATIONS = 20
 
 
 def cases(rows: int, columns: int, device) -> dict:
     """By name: ours, and the same by torch's operations."""
     x, gate = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(2))
+    given = torch.full((1,), 100.0, device=device), torch.zeros(1, device=device), torch.float8_e4m3fn
     return {
         "row": (lambda: tkernels.quantize(x, "row"), lambda: quantize_reference(x, "row")),
         "tensor": (lambda: tkernels.quantize(x, "tensor"), lambda: quantize_reference(x, "tensor")),
@@ -44,6 +46,7 @@ def cases(rows: int, columns: int, device) -> dict:
             lambda: tkernels.quantize(x, "row", activation="silu", gate=gate),
             lambda: quantize_reference(F.silu(gate) * x, "row"),
         ),
+        "delayed": (lambda: quantize_by(x, None, *given), lambda: quantize_by_reference(x, *given)),
     }
 
 

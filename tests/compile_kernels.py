@@ -46,7 +46,7 @@ from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, p
 from tkernels.configs import FP8, result_dtype, with_room_for
 from tkernels.gpus import GPU, GPUS, H200
 from tkernels.partials import with_scaled_slices
-from tkernels.quantize import transpose_quantized
+from tkernels.quantize import next_factor, quantize_by, transpose_quantized
 from tkernels.staging import Rows
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, ENDS, Recorder
@@ -329,6 +329,10 @@ def _fp8_cases() -> list[Case]:
     for columns in (1001, 1024):
         cases.append(Case("straighten", label=str(columns), shape=(1001, 1, columns), x_transposed=True))
     cases += products("matmul", "unaligned_N_gelu unaligned_N_float32", f"bfloat16 {E4M3}")  # stored by elements
+    for dtype in ("bfloat16", "float32"):
+        cases.append(Case("quantize", dtype, "by_factor", shape=(1024, 1, 16384)))
+    cases.append(Case("quantize", label="by_factor_gated", shape=(1024, 1, 16384), activation="gelu_tanh"))
+    cases.append(Case("next_factor", label="1024", shape=(1, 1, 1024)))
     return cases
 
 
@@ -636,9 +640,16 @@ def _call(case: Case):
             fp8 = getattr(torch, case.out or "float8_e4m3fn")
             options = {"power_of_two": "power" in case.label, "activation": case.activation}
             options["gate"] = matrix(M, K) if "gated" in case.label else None
-            tkernels.quantize(matrix(M, K), "tensor" if whole else "row", fp8, **options)
+            if "factor" in case.label:
+                one = torch.empty(1)
+                quantize_by(matrix(M, K), options["gate"], one, one.clone(), fp8, case.activation)
+            else:
+                tkernels.quantize(matrix(M, K), "tensor" if whole else "row", fp8, **options)
             if whole:
                 _compiled[:] = [_compiled[case.label == "parts"]]
+        elif case.operation == "next_factor":
+            one, at = torch.empty(1), torch.empty(1, dtype=torch.int32)
+            next_factor(one, one.clone(), torch.empty(K), at, torch.float8_e4m3fn)
         elif case.operation == "dequantize":
             tkernels.dequantize(matrix(M, K).to(torch.float8_e4m3fn), torch.empty(M, 1), dtype)
         elif case.operation == "transpose":

@@ -16,7 +16,15 @@ from tkernels.comm import runtime
 from tkernels.comm.calls import LocalCalls
 from tkernels.comm.regions import round_up
 from tkernels.configs import DTYPES, FP8
-from tkernels.quantize import LEAST, quantize_reference, transpose_quantized, transpose_reference
+from tkernels.quantize import (
+    LEAST,
+    next_factor,
+    quantize_by,
+    quantize_by_reference,
+    quantize_reference,
+    transpose_quantized,
+    transpose_reference,
+)
 from tkernels.testing.compare import normal, poison
 
 module = importlib.import_module("tkernels.quantize")
@@ -196,6 +204,53 @@ def test_quantize_of_an_activation_is_within_half_a_step_of_fp64(activation):
             tiny = torch.finfo(dtype).tiny * (1 if gates is None else 1 + x.double().abs())
             assert (error <= (allowed + rounded + terms + tiny) * 1.1).all()
             assert (error > allowed / 2).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_by_gives_the_bits_of_a_plain_expression_and_the_largest_magnitude(monkeypatch, dtype):
+    """Of what is smaller and larger than the format's numbers; of rows of a wider matrix, and of what they give."""
+    monkeypatch.setattr(module, "local_calls", LocalCalls())
+    monkeypatch.setattr(module, "ELEMENTS", 256)
+    for shape in (*SHAPES, (3, 0)):
+        both = spread((*shape[:-1], 2 * shape[-1]), dtype)
+        gate, x = both.chunk(2, -1)
+        for fp8, number in zip(FP8 * 2, (0.3, 2.0, 1e4, 1e-6), strict=True):
+            factor = torch.tensor([number], device=DEVICE)
+            for part, gates, activation in ((x, None, None), (x.contiguous(), None, "relu"), (x, gate, "relu")):
+                largest, want_largest = torch.tensor([[0.5], [0.5]], device=DEVICE)
+                got = quantize_by(part, gates, factor, largest, fp8, activation)
+                first = activation_reference(part if gates is None else gates, activation)
+                values = first if gates is None else first * part
+                assert same_bits(got, quantize_by_reference(values, factor, want_largest, fp8)), (shape, number)
+                assert torch.equal(largest, want_largest) and torch.equal(got[1], 1 / factor)
+                assert same_bits(quantize_by(part, gates, factor, None, fp8, activation), got)
+    odd = torch.tensor([[math.nan, math.inf, -math.inf, -3.0, 0.0, 1e30, 0.25]], device=DEVICE)
+    largest = torch.zeros(1, device=DEVICE)
+    q, scale = quantize_by(odd, None, torch.tensor([4.0], device=DEVICE), largest, torch.float8_e4m3fn)
+    assert q.float()[0, 0].isnan() and q.float()[0, 1:].tolist() == [448.0, -448.0, -12.0, 0.0, 448.0, 1.0]
+    assert torch.equal(largest, odd[0, 5:6]) and scale.item() == 0.25
+
+
+@pytest.mark.parametrize("length", [1, 3, 300])
+def test_next_factor_follows_the_largest_of_as_many_calls_as_the_history_is_long(monkeypatch, length):
+    monkeypatch.setattr(module, "local_calls", LocalCalls())
+    monkeypatch.setattr(module, "ELEMENTS", 128)
+    found = [0.0, 3.0, 1e-42, 500.0, 1.0, 2.0, 1e30, *(float(1 + each % 7) for each in range(length)), 0.0, 0.0]
+    for margin in (-2, 0, 1):
+        factor, largest, history = (torch.full((size,), 0.0, device=DEVICE) for size in (1, 1, length))
+        at, expected = torch.zeros(1, dtype=torch.int32, device=DEVICE), 7.0
+        factor.fill_(expected)
+        for count, value in enumerate(found, 1):
+            largest.fill_(value)
+            next_factor(factor, largest, history, at, torch.float8_e4m3fn, margin)
+            most = max(found[max(count - length, 0) : count])
+            if most:
+                wanted = torch.tensor([448.0]) / torch.tensor([most]) * 2.0**-margin
+                expected = wanted.clamp_max(torch.finfo(torch.float32).max).item()
+            assert factor.item() == expected and largest.item() == 0 and at.item() == count % length
+            assert sorted(history[: min(count, length)].tolist()) == sorted(
+                torch.tensor(found[max(count - length, 0) : count]).tolist()
+            )
 
 
 def test_dequantize_refuses_by_name():

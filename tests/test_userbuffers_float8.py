@@ -15,6 +15,7 @@ from transports import covered, launches
 import tkernels
 from tkernels.comm.device import operation_name
 from tkernels.layers import userbuffers as te
+from tkernels.layers.userbuffers import float8
 from tkernels.layers.userbuffers.defaults import configure, without_effect
 from tkernels.testing.compare import integers, normal, poison
 
@@ -608,8 +609,8 @@ def test_linear_in_float8_moves_bytes_and_scales_by_what_came_before(ctx):
         largest = x.detach().abs().max().float()
         history = scaling.histories["input"]
         assert torch.equal(history.amax, torch.stack([2 * largest, 4 * largest]))
-        assert torch.equal(history.scale, 448 / (4 * largest) / torch.full((1,), 2.0, device=ctx.device))
-        assert scaling.histories["gradient"].dtype == E5M2 and not scaling.scaling.recipe.fast_accum_backward
+        assert torch.equal(history.scale, torch.full((1,), 448.0, device=ctx.device) / (4 * largest) / 2)
+        assert scaling.scaling.recipe.gradient == E5M2 and not scaling.scaling.recipe.fast_accum_backward
         assert scaling.scaling.recipe.fast_accum
         with pytest.raises(
             KeyError, match="pass initialize_ub quantization_modes with UserBufferQuantizationMode.NONE"
@@ -646,13 +647,12 @@ def test_linear_in_float8_makes_its_histories_outside_of_a_capture(monkeypatch):
         yield
         entered.pop()
 
-    class Quantizer(te.Float8Quantizer):
-        def __init__(self, *arguments):
-            made.append(bool(entered))
-            super().__init__(*arguments)
+    def of(length, device, make=float8.History.of):
+        made.append(bool(entered))
+        return make(length, device)
 
-    monkeypatch.setattr("tkernels.layers.userbuffers.float8.capture.uncaptured", uncaptured)
-    monkeypatch.setattr("tkernels.layers.userbuffers.float8.Float8Quantizer", Quantizer)
+    monkeypatch.setattr(float8.capture, "uncaptured", uncaptured)
+    monkeypatch.setattr(float8.History, "of", of)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layer = te.Linear(32, 32, params_dtype=torch.float32, device=device)
     for _ in range(2):
@@ -675,7 +675,7 @@ def test_linear_in_float8_may_be_captured_at_its_first_call():
         x.fill_(value)
         graph.replay()
     history = next(each.histories["input"] for each in layer._float8.values() if each.histories)
-    assert history.amax.tolist() == [1.0, 2.0, 4.0, 0.0] and history.scale.item() == 448 / 4
+    assert history.amax.tolist() == [4.0, 2.0, 1.0, 0.0] and history.scale.item() == 448 / 4
     assert decibels(y, x.double() @ layer.weight.double().t()) > 22
 
 
@@ -693,3 +693,28 @@ def test_layer_norm_mlp_is_recomputed_as_it_was_computed_whatever_block_backward
             y.sum().backward()
         found.append(mine.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("activation", ["relu", "reglu", "gelu", "silu", "geglu", "swiglu", "qgeglu"])
+def test_layer_norm_mlp_with_delayed_scaling_quantizes_its_activation_in_one_kernel(monkeypatch, activation):
+    """The same as activating before, but for fp32's last bits that "relu" doesn't round."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"activation": activation, "params_dtype": torch.bfloat16, "device": device}
+    layers, results = [te.LayerNormMLP(32, 48, **options) for _ in range(2)], []
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, dy = (normal((16, 2, 32), torch.bfloat16, seed).to(device) for seed in (1, 2))
+    for layer in layers:
+        found = []
+        for _ in range(2):  # the second by the first one's scales
+            at = x.clone().requires_grad_()
+            with te.fp8_autocast(), launches() as launched:
+                y = layer(at)
+            y.backward(dy)
+            found += [y.detach(), at.grad]
+        found += [parameter.grad for parameter in layer.parameters()]
+        results.append((found, [args["ACTIVATION"] for name, _, args in launched if name == "quantize_by_kernel"]))
+        monkeypatch.setattr(float8, "quantizes_activations", lambda: False)
+    (one, fused), (other, apart) = results
+    assert len(fused) == len(apart) == 2 and any(fused) == (activation != "qgeglu") and not any(apart)
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs) if activation in ("relu", "reglu") else decibels(mine, theirs) > 30

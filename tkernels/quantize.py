@@ -36,6 +36,7 @@ MOST_PARTS = 1024  # of a row
 # Least scale, the smallest normal number of fp32: its inverse is finite, so a row of zeros gives zeros.
 LEAST = tl.constexpr(2.0**-126)
 INFINITY = tl.constexpr(float("inf"))
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 _log = logging.getLogger("tkernels")
 
@@ -119,6 +120,12 @@ def cast(source, row, start, end, unit, q, BLOCK: tl.constexpr, ACTIVATION: tl.c
         tl.store(q + column, divide(values, unit, q.dtype.element_ty), mask=column < end)
 
 
+@triton.jit
+def saturate(x, factor, MOST: tl.constexpr, DTYPE: tl.constexpr):
+    """x * factor in FP8, whose largest number MOST stands for what is larger; NaN stays NaN."""
+    return tl.clamp(x.to(tl.float32) * factor, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def quantize_rows_kernel(
     x, x_stride, gate, gate_stride, q, scale, rows, columns,  # [rows, columns], twice or None, [rows, columns], [rows]
@@ -177,6 +184,55 @@ def quantize_parts_kernel(
     if start == 0:
         tl.store(scale + row, unit)
     cast(Source(x, x_stride, gate, gate_stride), row, start, end, unit, q + row * columns, BLOCK, ACTIVATION)
+
+
+@triton.jit
+def quantize_by_kernel(
+    x, x_stride, gate, gate_stride, factor, largest, q, scale, columns, parts, part,  # as above; one, or None
+    MOST: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):
+    """Each program multiplies a part of a row by the factor, and raises `largest` to the largest magnitude in it."""
+    row = 0 if ONE_ROW else tl.cast(tl.program_id(0) // parts, tl.int64)
+    start = tl.cast(tl.program_id(0) % parts, tl.int64) * part
+    end = tl.minimum(start + part, columns)
+    source, by, q = Source(x, x_stride, gate, gate_stride), tl.load(factor), q + row * columns
+    found = tl.zeros((BLOCK,), tl.float32)
+    whole = start + (end - start) // BLOCK * BLOCK
+    for first in range(start, whole, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = load(source, row, column, None, ACTIVATION)
+        found = tl.maximum(found, magnitude(values))
+        tl.store(q + column, saturate(values, by, MOST, q.dtype.element_ty))
+    if whole < end:
+        column = whole + tl.arange(0, BLOCK)
+        values = load(source, row, column, column < end, ACTIVATION)
+        found = tl.maximum(found, magnitude(values))
+        tl.store(q + column, saturate(values, by, MOST, q.dtype.element_ty), mask=column < end)
+    if largest is not None:
+        tl.atomic_max(largest, tl.max(found, 0), sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.store(scale, tl.div_rn(1.0, by))
+
+
+@triton.jit
+def next_factor_kernel(
+    factor, largest, history, at, length,  # one, one, [length], one
+    MOST: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """`largest` takes the oldest's place in a history, and becomes 0; the factor makes the largest there SHARE * MOST.
+
+    A history without any magnitude leaves the factor as it is.
+    """
+    place, found = tl.load(at), tl.load(largest)
+    tl.store(history + place, found)
+    tl.store(largest, 0.0)
+    tl.store(at, (place + 1) % length)
+    for first in range(0, length, BLOCK):
+        each = first + tl.arange(0, BLOCK)
+        others = tl.load(history + each, mask=(each < length) & (each != place), other=0.0)
+        found = tl.maximum(found, tl.max(others, 0))
+    if found > 0.0:
+        tl.store(factor, tl.minimum(tl.div_rn(MOST, found) * SHARE, LARGEST))
 
 
 @triton.jit
@@ -256,9 +312,37 @@ class Quantize(NamedTuple):
 
         return call
 
-    def by_torch(self, x: torch.Tensor, gate: torch.Tensor | None):
+    def prepare_by(self, x: torch.Tensor, gate: torch.Tensor | None, factor: torch.Tensor, largest):
+        """The same by a factor that is given."""
+        self.check(x, gate)
+        if x.numel() == 0:
+            return self.by_torch_and_factor
+        if not _takes_fp8(x.device):
+            _say_slow(str(x.device))
+            return self.by_torch_and_factor
+        loaded = [each for each in (x, gate) if each is not None]
+        columns = x.numel() if all(each.is_contiguous() for each in loaded) else x.shape[-1]
+        q_like, scale_like = self.results(x.to("meta"))
+        rows = (each if each is None else in_rows_of(each, columns) for each in (x, gate))
+        run = self.by_factor(*rows, q_like, largest)
+
+        def call(x, gate, factor, largest):
+            q, scale = torch.empty_like(q_like, device=x.device), torch.empty_like(scale_like, device=x.device).view(1)
+            given = (factor,) if largest is None else (factor, largest)
+            run(*(in_rows_of(each, columns) for each in (x, gate) if each is not None), *given, q, scale)
+            return q, scale
+
+        return call
+
+    def values_by_torch(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         first = activation_reference(x if gate is None else gate, self.activation)
-        return quantize_reference(first if gate is None else first * x, self.scale, self.dtype, self.power_of_two)
+        return first if gate is None else first * x
+
+    def by_torch(self, x: torch.Tensor, gate: torch.Tensor | None):
+        return quantize_reference(self.values_by_torch(x, gate), self.scale, self.dtype, self.power_of_two)
+
+    def by_torch_and_factor(self, x: torch.Tensor, gate: torch.Tensor | None, factor, largest):
+        return quantize_by_reference(self.values_by_torch(x, gate), factor, largest, self.dtype)
 
     def check(self, x: torch.Tensor, gate: torch.Tensor | None):
         device = runtime.device()
@@ -315,34 +399,80 @@ class Quantize(NamedTuple):
 
     def by_part(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor):
         """The same for long rows, of which several programs take a part each."""
-        (rows, columns), programs = x.shape, 8 * runtime.default_programs()  # 2048 threads of each SM
-        parts = min(max(programs // rows, 1), MOST_PARTS, triton.cdiv(columns, ELEMENTS))
-        part = round_up(triton.cdiv(columns, parts), ELEMENTS)
-        parts = triton.cdiv(columns, part)
-        divided = {"parts": parts, "part": part, "ONE_ROW": rows == 1, "BLOCK": ELEMENTS, "num_warps": 8}
-        find = self.launch(largest_kernel, rows * parts, x, gate, **divided)
-        wide = triton.next_power_of_2(parts)
-        cast = self.launch(quantize_parts_kernel, rows * parts, x, gate, q=q, PARTS=wide, **divided)
+        divided = self.divided(*x.shape)
+        programs, wide = len(x) * divided["parts"], triton.next_power_of_2(divided["parts"])
+        find = self.launch(largest_kernel, programs, x, gate, **divided)
+        cast = self.launch(quantize_parts_kernel, programs, x, gate, q=q, PARTS=wide, **divided)
 
         def run(*loaded_q_scale):
             *loaded, q, scale = loaded_q_scale
-            largest = q.new_empty(rows * parts, dtype=torch.float32)
+            largest = q.new_empty(programs, dtype=torch.float32)
             find(*loaded, largest)
             cast(*loaded, largest, q, scale)
 
         return run
+
+    def by_factor(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor, largest: torch.Tensor | None):
+        """The same, by a factor that is given and for `largest`, of which a program needs no more than its part."""
+        divided = self.divided(*x.shape)
+        return self.launch(quantize_by_kernel, len(x) * divided["parts"], x, gate, q=q, largest=largest, **divided)
+
+    def divided(self, rows: int, columns: int) -> dict:
+        """How rows are divided into parts, a program's each, for kernels of parts."""
+        programs = 8 * runtime.default_programs()  # 2048 threads of each SM
+        parts = min(max(programs // rows, 1), MOST_PARTS, triton.cdiv(columns, ELEMENTS))
+        part = round_up(triton.cdiv(columns, parts), ELEMENTS)
+        parts = triton.cdiv(columns, part)
+        return {"parts": parts, "part": part, "ONE_ROW": rows == 1, "BLOCK": ELEMENTS, "num_warps": 8}
 
     def launch(self, kernel, programs: int, x: torch.Tensor, gate: torch.Tensor | None, **arguments) -> PreparedLaunch:
         """Of a kernel that loads x and gate; those of the arguments below that it has are added."""
         like = torch.empty(0, dtype=torch.float32, device="meta")
         arguments |= {"x": x, "x_stride": x.stride(0), "gate": gate}
         arguments["gate_stride"] = 0 if gate is None else gate.stride(0)
-        others = {"largest": like, "scale": like, "columns": x.shape[1], "ACTIVATION": ACTIVATIONS[self.activation]}
-        others |= {"MOST": torch.finfo(self.dtype).max, "POWER_OF_TWO": self.power_of_two}
-        arguments |= {name: value for name, value in others.items() if name in kernel.arg_names}
-        loaded = ("x",) if gate is None else ("x", "gate")
-        varying = loaded + tuple(name for name in ("largest", "q", "scale") if name in arguments)
+        others = {"factor": like, "largest": like, "scale": like, "columns": x.shape[1]}
+        others |= {"ACTIVATION": ACTIVATIONS[self.activation], "POWER_OF_TWO": self.power_of_two}
+        others |= {"MOST": torch.finfo(self.dtype).max}
+        arguments = {name: value for name, value in others.items() if name in kernel.arg_names} | arguments
+        names = "x", "gate", "factor", "largest", "q", "scale"
+        varying = tuple(name for name in names if arguments.get(name) is not None)
         return PreparedLaunch(kernel, programs, varying=varying, **arguments)
+
+
+def quantize_by(
+    x: torch.Tensor, gate: torch.Tensor | None, factor: torch.Tensor, largest: torch.Tensor | None, dtype: torch.dtype,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(x * factor in FP8, 1 / factor [1]) in one pass, for a factor [1] in fp32 that was chosen before.
+
+    What is larger than the format's largest number becomes that, infinity too; NaN stays NaN. largest: fp32, one
+    element, is raised to the largest finite magnitude. gate, activation: as of `quantize`.
+    """
+    call = Quantize("tensor", dtype, False, activation)
+    return local_calls.call((quantize_by, *call), call.prepare_by, x, gate, factor, largest)
+
+
+def next_factor(
+    factor: torch.Tensor, largest: torch.Tensor, history: torch.Tensor, at: torch.Tensor, dtype: torch.dtype,
+    margin: int = 0,
+):  # fmt: skip
+    """Delayed scaling, on the device, after a `quantize_by` with a `factor` and `largest`, which is 0 again.
+
+    history [length], fp32: the largest magnitudes of as many calls, of which the one `at` (int32, one element) is the
+    oldest. The factor makes the largest of all the format's largest number, over 2**margin; without any it stays.
+    """
+    key = next_factor, dtype, margin
+    local_calls.call(key, lambda *like: _plan_next_factor(*like, dtype, margin), factor, largest, history, at)
+
+
+def _plan_next_factor(factor, largest, history, at, dtype: torch.dtype, margin: int):
+    length = history.numel()
+    block = min(triton.next_power_of_2(length), ELEMENTS)
+    return PreparedLaunch(
+        next_factor_kernel, 1, varying=("factor", "largest", "history", "at"), factor=factor, largest=largest,
+        history=history, at=at, length=length, MOST=torch.finfo(dtype).max, SHARE=2.0**-margin, BLOCK=block,
+        num_warps=max(block // 1024, 1),
+    )  # fmt: skip
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -443,6 +573,16 @@ def quantize_reference(
         largest = magnitude.amax(-1, keepdim=True) if scale == "row" else magnitude.amax()
     unit = scale_reference(largest, dtype, power_of_two)
     return torch.where(finite, x * (1 / unit), torch.nan).to(dtype), unit
+
+
+def quantize_by_reference(
+    x: torch.Tensor, factor: torch.Tensor, largest: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_by` in torch: the same bits."""
+    x, most = x.float(), torch.finfo(dtype).max
+    if largest is not None and x.numel():
+        largest.copy_(torch.maximum(largest, torch.where(x.isfinite(), x.abs(), 0).amax()))
+    return (x * factor).clamp_(-most, most).to(dtype).contiguous(), factor.reciprocal().view(1)
 
 
 def scale_reference(largest: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:

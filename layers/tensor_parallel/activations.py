@@ -1,20 +1,20 @@
-"""What an MLP applies between its two layers, and its gradient: one of `matmul`'s activations, or "swiglu".
+"""What an MLP applies between its two layers, and its gradient: one of `matmul`'s activations, or a gated one.
 
-"swiglu" is silu(gate) * up of gate and up side by side [..., 2 F], gate first.
+A gated one is an activation of gate, times up, which lie side by side [..., 2 F]: "swiglu" is silu(gate) * up.
 """
 
 import torch
 
 from tkernels.activations import ACTIVATIONS, activation_reference
 
-KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
-GATES = {"swiglu": "silu"}  # the activation of the gate
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}  # the activation of the gate
+KNOWN = (*filter(None, ACTIVATIONS), *GATES)
 
 _aten = torch.ops.aten
 
 
-def parts_of(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """(what is multiplied by a gate or activated, the gate or None, the activation of matmul's)."""
+def parts_of(x: torch.Tensor, activation: str | None) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
+    """(what is multiplied by a gate or activated, the gate or None, the activation of matmul's or None)."""
     if activation not in GATES:
         return x, None, activation
     gate, up = x.chunk(2, -1)

@@ -50,6 +50,7 @@ from torch.nn import functional
 import tkernels
 from tkernels.comm.contexts import find_context
 from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.layers.tensor_parallel.activations import activated_gradient
 from tkernels.layers.tensor_parallel.float8 import Float8Tensor, operands, values
 from tkernels.layers.tensor_parallel.functions import as_operands
 
@@ -298,19 +299,19 @@ class _Linear(torch.autograd.Function):
     """x @ weight.T + bias of two-dimensional tensors, by one of the dataflows above."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, flow, wgrad: WeightGradient, float8):
-        w, ctx.dtype = weight, x.dtype
+    def forward(ctx, x, weight, bias, flow, wgrad: WeightGradient, float8, activation):
+        w, ctx.dtype, before = weight, x.dtype, x if activation else None
         if float8 is not None:
-            x, w = float8.input(x), float8.weight(weight)
+            x, w = float8.input(x, activation), float8.weight(weight)
         y, x = flow.forward(x, w, bias)
-        ctx.save_for_backward(weight, *((x.data, x.scale) if float8 else (x,)))
-        ctx.flow, ctx.wgrad, ctx.float8 = flow, wgrad, float8
+        ctx.save_for_backward(weight, before, *((x.data, x.scale) if float8 else (x,)))
+        ctx.flow, ctx.wgrad, ctx.float8, ctx.activation = flow, wgrad, float8, activation
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (weight, *x), float8 = ctx.saved_tensors, ctx.float8
+        (weight, before, *x), float8 = ctx.saved_tensors, ctx.float8
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         own = dy = dy.contiguous()
         if float8 is None:
@@ -320,15 +321,20 @@ class _Linear(torch.autograd.Function):
             dy, wt = float8.gradient(dy), float8.weight(weight, transposed=True) if need_x else None
         dx, dw = ctx.flow.backward(dy, x, wt, need_x, ctx.wgrad if need_w else None)
         dw = dw if float8 is None or dw is None else dw.to(weight.dtype)
-        return dx, dw, own.sum(0) if need_bias else None, None, None, None
+        dx = dx if before is None or dx is None else activated_gradient(dx, before, ctx.activation)
+        return dx, dw, own.sum(0) if need_bias else None, None, None, None, None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flow, wgrad: WeightGradient, float8=None):
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flow, wgrad: WeightGradient, float8=None,
+    activation: str | None = None,
+):  # fmt: skip
     """x [tokens, ..., K] -> [tokens, ..., N] by a flow, in autocast's dtype if autocast is on. Collective as the flow.
 
     bias: added by a column layer. A row layer's is the caller's to add, after the sum over ranks.
-    float8: quantizes operands to Float8Tensors: input(x), weight(w, transposed=), gradient(dy). Then the weight is
-        quantized from what it is, whatever its dtype.
+    float8: quantizes operands to Float8Tensors: input(x, activation), weight(w, transposed=), gradient(dy). Then the
+        weight is quantized from what it is, whatever its dtype.
+    activation: of x, before its product, which is one of float8; K are the features that it gives.
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
@@ -344,5 +350,5 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flo
     else:
         x, bias = as_operands(x.device.type, x, bias)
     inner = x.shape[1:-1]
-    y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad, float8)
+    y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad, float8, activation)
     return y.view(y.shape[0] // inner.numel(), *inner, y.shape[1])

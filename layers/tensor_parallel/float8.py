@@ -159,7 +159,7 @@ class Recipe(NamedTuple):
     def quantize(
         self, x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, activation: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, gate, activation = (x, None, None) if activation is None else parts_of(x, activation)
+        x, gate, activation = parts_of(x, activation)
         options = {"power_of_two": self.power_of_two, "activation": activation, "gate": gate}
         return tkernels.quantize(x, self.scale, dtype, **options)
 

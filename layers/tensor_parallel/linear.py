@@ -433,7 +433,7 @@ class RowParallelLinear(ParallelLinear):
         """Collective. x_shard_k [..., K/R] (or x [..., K]) -> y [..., N], or y_shard_m [s/R, ..., N].
 
         rows: with sequence_parallel, every rank's length of the first dimension, if it doesn't divide evenly.
-        activation: of x, as ParallelMLP has them, with "swiglu" of x [..., 2 K/R]; where `quantizes_activations`.
+        activation: of x, as ParallelMLP has them, a gated one of x [..., 2 K/R]; where `quantizes_activations`.
         """
         ctx = self.ctx
         if activation is not None and not (self.quantizes_activations and activation in KNOWN):

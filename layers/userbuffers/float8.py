@@ -13,7 +13,6 @@ fp8_autocast holds for the layers here.
 
 import contextlib
 import enum
-import math
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,10 @@ import torch.distributed as dist
 import tkernels
 from tkernels.comm import capture
 from tkernels.comm.arguments import check_dense, check_type, whole
+from tkernels.layers.tensor_parallel.activations import parts_of
 from tkernels.layers.tensor_parallel.float8 import Copies, Float8Tensor, Recipe, weights
 from tkernels.layers.userbuffers.defaults import boolean
+from tkernels.quantize import next_factor, quantize_by
 
 # Whether products add up beyond the tensor cores' 13 bits (use_split_accumulator), unless a recipe says so of them.
 _2X_ACC_FPROP = False
@@ -127,6 +128,12 @@ def current() -> _Scaling | None:
     return _now[0] or None
 
 
+def quantizes_activations() -> bool:
+    """Whether layers multiply by what an activation gives without holding it: in one pass, as delayed scaling does."""
+    scaling = current()
+    return scaling is not None and scaling.history is not None
+
+
 def _scaling(recipe) -> _Scaling:
     kinds, name = {kind.__name__ for kind in type(recipe).__mro__}, type(recipe).__name__
     if not kinds & {"DelayedScaling", "Float8CurrentScaling"}:
@@ -163,6 +170,24 @@ def _scaling(recipe) -> _Scaling:
     return _Scaling(shared, 1 if algorithm == "most_recent" else history, margin)
 
 
+class History(NamedTuple):
+    """Of delayed scaling, on the device, where CUDA graphs go on with it.
+
+    scale: by which the next values are multiplied. largest: of the values of this call. amax: of as many calls as the
+    history is long; the next one takes the place `at`.
+    """
+
+    scale: torch.Tensor
+    largest: torch.Tensor
+    amax: torch.Tensor
+    at: torch.Tensor
+
+    @classmethod
+    def of(cls, length: int, device: torch.device) -> "History":
+        at = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(torch.ones(1, device=device), *(torch.zeros(size, device=device) for size in (1, length)), at)
+
+
 class LayerScaling:
     """What one linear layer multiplies by in FP8: copies of its weights, and with delayed scaling histories."""
 
@@ -172,23 +197,20 @@ class LayerScaling:
     def for_call(self, parameters) -> "Quantizers":
         return Quantizers(self, self.copies.kept(parameters, parameters) if len(parameters) == 1 else None)
 
-    def quantize(self, role: str, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(
+        self, role: str, x: torch.Tensor, dtype: torch.dtype, activation: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         recipe, length, margin = self.scaling
         if length is None:
-            return recipe.quantize(x, dtype)
-        if role not in self.histories or self.histories[role].amax.device != x.device:
+            return recipe.quantize(x, dtype, activation)
+        if role not in self.histories or self.histories[role].scale.device != x.device:
             with capture.lasting(), capture.uncaptured():
-                amax = torch.zeros(length, device=x.device)
-                self.histories[role] = Float8Quantizer(torch.ones(1, device=x.device), amax, dtype)
-        quantizer = self.histories[role]
-        amax, scale = quantizer.amax, quantizer.scale
-        amax.copy_(amax.roll(1))
-        amax[:1].zero_()  # which an x without elements leaves
-        quantized = quantizer(x)
-        largest = amax.nan_to_num_(nan=0.0, posinf=0.0).amax()
-        wanted = (torch.finfo(dtype).max / largest / 2.0**margin).clamp_max(torch.finfo(torch.float32).max)
-        scale.copy_(torch.where(largest > 0, wanted, scale))  # without any value that counts it stays
-        return quantized.data, quantized.scale
+                self.histories[role] = History.of(length, x.device)
+        history = self.histories[role]
+        x, gate, activation = parts_of(x, activation)
+        quantized = quantize_by(x, gate, history.scale, history.largest, dtype, activation)
+        next_factor(*history, dtype, margin)
+        return quantized
 
     def __reduce__(self):  # copies, too, begin anew
         return LayerScaling, (self.scaling,)
@@ -200,9 +222,10 @@ class Quantizers(NamedTuple):
     layer: LayerScaling
     kept: tuple | None
 
-    def input(self, x: torch.Tensor) -> Float8Tensor:
-        data, scale = self.layer.quantize("input", x, torch.float8_e4m3fn)
-        return Float8Tensor(data, scale, x.dtype, self.layer.scaling.recipe.fast_accum, x)
+    def input(self, x: torch.Tensor, activation: str | None = None) -> Float8Tensor:
+        data, scale = self.layer.quantize("input", x, torch.float8_e4m3fn, activation)
+        source = x if activation is None else None
+        return Float8Tensor(data, scale, x.dtype, self.layer.scaling.recipe.fast_accum, source)
 
     def gradient(self, dy: torch.Tensor) -> Float8Tensor:
         recipe = self.layer.scaling.recipe
@@ -259,13 +282,8 @@ def _values(where: str, tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    most = torch.finfo(dtype).max
-    return (x.float() * scale).clamp_(-most, most).to(dtype).contiguous()
-
-
 class Float8Quantizer:
-    """Delayed scaling: quantizer(x) is x * scale, saturated, and writes the largest |x| to amax[0].
+    """Delayed scaling: quantizer(x) is x * scale, saturated, and writes the largest finite |x| to amax[0].
 
     scale: fp32 of one element, by which values are multiplied. amax: fp32 of one or more elements. fp8_dtype: torch's,
     or TransformerEngine's name of it. rowwise, columnwise: no effect; a transpose is copied where a product needs it.
@@ -284,10 +302,10 @@ class Float8Quantizer:
 
     def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
         x = _values("Float8Quantizer", tensor)
+        largest = self.amax.view(-1)[:1]
         if x.numel():
-            self.amax.view(-1)[0].copy_(torch.linalg.vector_norm(x, math.inf))
-        data, inverse = _saturated(x, self.scale, self.dtype), self.scale.reciprocal().view(1)
-        return Float8Tensor(data, inverse, x.dtype)
+            largest.zero_()
+        return Float8Tensor(*quantize_by(x, None, self.scale.view(1), largest, self.dtype), x.dtype)
 
 
 class Float8CurrentScalingQuantizer:
@@ -311,5 +329,5 @@ class Float8CurrentScalingQuantizer:
         data, scale = tkernels.quantize(x, "tensor", self.dtype, power_of_two=self.force_pow_2_scales)
         if self.with_amax_reduction:
             dist.all_reduce(scale, dist.ReduceOp.MAX, group=self.amax_reduction_group)
-            data = _saturated(x, scale.reciprocal(), self.dtype)
+            data, _ = quantize_by(x, None, scale.reciprocal().view(1), None, self.dtype)
         return Float8Tensor(data, scale.view(1), x.dtype)

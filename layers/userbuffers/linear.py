@@ -23,6 +23,7 @@ from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import RANKS, MarkedModule
 from tkernels.layers.tensor_parallel import dataflow
+from tkernels.layers.tensor_parallel.activations import GATES
 from tkernels.layers.tensor_parallel.float8 import check_features
 from tkernels.layers.tensor_parallel.linear import check_place
 from tkernels.layers.userbuffers import float8, registry
@@ -277,14 +278,14 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         return Gather.apply(normed, self._group()), None
 
     @torch._disable_dynamo  # a trace can't look into communicators, which are Python objects
-    def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
+    def _product(self, x, weights, bias, mode, flags, ub_name, rows=None, activation=None) -> torch.Tensor:
         """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts.
 
-        bias: to be added, or None.
+        bias: to be added, or None. activation: of x, of which it makes I features, as `dataflow.linear` takes it.
         """
         self._refuse_ddp()
         self._mark_context()
-        check_input(type(self).__name__, x, weights[0])
+        check_input(type(self).__name__, x, weights[0], 2 if activation in GATES else 1)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         inner = x.shape[1:-1].numel()
         if inner == 0:
@@ -306,8 +307,8 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         flow = self._flow(mode, x.shape[:-1].numel(), rows, flags, ub_name, dtype)
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
         if mode != "row" or bias is None:
-            return dataflow.linear(x, weight, bias, flow, wgrad, quantizers)
-        y = dataflow.linear(x, weight, None, flow, wgrad, quantizers)
+            return dataflow.linear(x, weight, bias, flow, wgrad, quantizers, activation)
+        y = dataflow.linear(x, weight, None, flow, wgrad, quantizers, activation)
         return y + bias.to(y.dtype)  # after the sum over ranks
 
     def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None, dtype: torch.dtype | None):
@@ -599,17 +600,17 @@ def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gam
     return functional.layer_norm(x, gamma.shape, gamma, bias.to(x.dtype), eps)
 
 
-def check_input(kind: str, x, weight: torch.Tensor):
-    """Raise TypeError or ValueError unless x is a tensor that a parameter [..., features] can be applied to."""
+def check_input(kind: str, x, weight: torch.Tensor, blocks: int = 1):
+    """Raise TypeError or ValueError unless x, of so many blocks, is a tensor for a parameter [..., features]."""
     if not isinstance(x, torch.Tensor) or x.dim() < 2:
         found = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is {type(x).__name__}"
         raise TypeError(f"{kind}: the input {found} and must be a tensor of [tokens, ..., features]")
     check_dense(kind, x=x)
     if x.device != weight.device:
         raise ValueError(f"{kind}: the input is on {x.device}, but the layer on {weight.device}; move one of them")
-    if x.shape[-1] != weight.shape[-1]:
+    if x.shape[-1] != blocks * weight.shape[-1]:
         raise ValueError(
-            f"{kind}: the input has shape {list(x.shape)}, but its last dimension must be {weight.shape[-1]}"
+            f"{kind}: the input has shape {list(x.shape)}, but its last dimension must be {blocks * weight.shape[-1]}"
         )
 
 

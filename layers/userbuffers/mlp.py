@@ -1,12 +1,12 @@
 """LayerNormMLP, with TransformerEngine's arguments in its order."""
 
-import functools
 import math
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
+from tkernels.layers.tensor_parallel import activations
 from tkernels.layers.userbuffers import float8
 from tkernels.layers.userbuffers.linear import (
     FLAGS,
@@ -18,21 +18,22 @@ from tkernels.layers.userbuffers.linear import (
     refuse,
 )
 
-ACTIVATIONS = {
-    "gelu": functools.partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "srelu": lambda x: functional.relu(x).square(),
-}
-GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "qgeglu": "qgelu"}  # the activation of the first half
+# By TransformerEngine's names those that others have too, by ParallelMLP's.
+SHARED = {
+    "gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "geglu": "geglu_tanh", "reglu": "reglu", "swiglu": "swiglu",
+}  # fmt: skip
+KNOWN = "gelu", "relu", "silu", "qgelu", "srelu", "geglu", "reglu", "swiglu", "qgeglu"
+GATED = "geglu", "reglu", "swiglu", "qgeglu"  # which multiply by the second half of the features
 
 
 def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation not in GATED:
-        return ACTIVATIONS[activation](x)
-    gate, up = x.chunk(2, dim=-1)
-    return ACTIVATIONS[GATED[activation]](gate) * up
+    if activation in SHARED:
+        return activations.activated(x, SHARED[activation])
+    if activation == "srelu":
+        return functional.relu(x).square()
+    x, *up = x.chunk(2, -1) if activation in GATED else (x,)
+    x = x * torch.sigmoid(1.702 * x)
+    return x * up[0] if up else x
 
 
 class LayerNormMLP(ParallelModule):
@@ -89,9 +90,8 @@ class LayerNormMLP(ParallelModule):
         super().__init__()
         refuse("LayerNormMLP", activation_params=activation_params or None)
         check_number("LayerNormMLP", math.inf, eps=eps)
-        known = ACTIVATIONS | GATED
-        if not isinstance(activation, str) or activation not in known:
-            raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(known)}")
+        if not isinstance(activation, str) or activation not in KNOWN:
+            raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(KNOWN)}")
         self._configure(**options)
         self.eps, self.activation, self.checkpoint = eps, activation, checkpoint
         self.use_bias, self.return_bias = bias, return_bias
@@ -133,8 +133,10 @@ class LayerNormMLP(ParallelModule):
     def _forward(self, inp, rows):
         normed, mode = self._normalize(inp, "column", rows)
         h = self._product(normed, [self.fc1_weight], self.fc1_bias, mode, self._fc1, "fc1", rows)
-        h, bias = activated(h, self.activation), None if self.return_bias else self.fc2_bias
-        return self._product(h, [self.fc2_weight], bias, "row", self._fc2, "fc2", rows), normed
+        bias = None if self.return_bias else self.fc2_bias
+        fused = SHARED.get(self.activation) if float8.quantizes_activations() else None
+        h = h if fused else activated(h, self.activation)
+        return self._product(h, [self.fc2_weight], bias, "row", self._fc2, "fc2", rows, fused), normed
 
     def _overlaps(self) -> bool:
         return any((*self._fc1.values(), *self._fc2.values()))
