@@ -13,9 +13,10 @@ from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowPara
 class ParallelMLP(nn.Module):
     """fc2(activation(fc1(x))): x [..., hidden] -> [..., hidden], or x_shard_m [s/R, ..., hidden] -> the same.
 
-    activation: "relu", "gelu" (exact), "gelu_tanh", "silu", or "swiglu", which is silu(gate) * up with gate and up
-        stacked in fc1's weight [2 * ffn_hidden, hidden], gate first. With float8 of scales a row it is part of fc2,
-        whose input then is what fc1 gives: one kernel applies it and quantizes, and backward computes it again.
+    activation: "relu", "gelu" (exact), "gelu_tanh", "silu", or gated, "swiglu", which is silu(gate) * up, "geglu",
+        "geglu_tanh" or "reglu", with gate and up stacked in fc1's weight [2 * ffn_hidden, hidden], gate first. With
+        float8 of scales a row it is part of fc2, whose input then is what fc1 gives: one kernel applies it and
+        quantizes, and backward computes it again.
     sequence_parallel: input and output are this rank's part of the first dimension, gathered and reduce-scattered
         during the GEMMs. False: input and output are replicated.
     keep_gathered, float8, dtype, device, mesh, init_method: as in ColumnParallelLinear.
