@@ -433,7 +433,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's part of the state, for the same ranks and layout. `full_state_dict` is for any.
 
         All of it is under a key of this rank, so that torch.distributed.checkpoint takes no two ranks' parts for one.
-        As in torch's optimizers, its tensors are those in use: copy.deepcopy it to be able to go back to it after more
+        Its get_state_dict wants a state for each parameter: it takes fully_shard(strategy="optimizer"), not this class.
+        As in torch's optimizers, the tensors are those in use: copy.deepcopy it to be able to go back to it after more
         steps.
         """
         own = self.optimizer.state_dict()
@@ -451,14 +452,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return f"rank {self.ctx.group.global_ranks[self.ctx.rank]}"
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state_dict: dict):
         """Collective. Load the result of `state_dict`.
 
         Raises ValueError, on every rank and before anything is changed, for what is no such state, and for the state of
         another layout or rank.
         """
         with self.ctx.group.checking():
-            part = state.get(self._part) if isinstance(state, Mapping) else None
+            part = state_dict.get(self._part) if isinstance(state_dict, Mapping) else None
             layout = part.get("layout") if isinstance(part, Mapping) else None
             if not isinstance(layout, Mapping):
                 raise ValueError(
