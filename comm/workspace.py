@@ -114,7 +114,7 @@ class Workspace:
     gates: two of int64 [1], local: 1 while a call's copies may begin. The first is for copies outside of CUDA graphs,
         the second for those that a CUDA graph holds.
     copied: int64 [1], local: 1 once a call's copies are done, 0 again at its end.
-    scratch: uint8, local: intermediate results of a call of the plain path.
+    scratch: uint8, local: what a call of the plain path makes on the way, where that is little.
     """
 
     @capture.lasting()

@@ -157,8 +157,13 @@ def test_a_configuration_asks_for_the_fused_kernel_unless_the_path_says_otherwis
 
 
 @pytest.mark.ranks(2)
-def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_operands_in_place(ctx):
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "large"])
+def test_a_plain_call_keeps_little_memory_in_the_workspace_and_reads_symmetric_operands_in_place(
+    ctx, monkeypatch, kept
+):
     ctx = over(ctx, ctx.transport)
+    ctx.forget_calls()
+    monkeypatch.setattr(plain, "KEPT_BYTES", plain.KEPT_BYTES if kept else 0)
     x = integers((16, 40), torch.float16, 10 * ctx.rank, device=ctx.device)
     w = integers((24, 40), torch.float16, 10 * ctx.rank + 1, device=ctx.device)
     calls = [
@@ -166,13 +171,14 @@ def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_o
         lambda: tkernels.matmul_reduce_scatter(x, w, ctx=ctx, path="plain"),
         lambda: tkernels.matmul_all_reduce(x, w, None, "relu", ctx=ctx, path="plain"),
     ]
-    first = [call() for call in calls]
     workspace = ctx.workspace()
+    empty = workspace.scratch.data_ptr()
+    first = [call() for call in calls]
     before = workspace.scratch.data_ptr(), workspace.inbox.data_ptr()
     for call, want in zip(calls, first, strict=True):
         assert torch.equal(call(), want)
     assert (workspace.scratch.data_ptr(), workspace.inbox.data_ptr()) == before
-    assert workspace.scratch.numel() >= 16 * 24 * 4
+    assert workspace.scratch.numel() >= 16 * 24 * 4 if kept else workspace.scratch.data_ptr() == empty
 
     # The gathered rows may be symmetric memory, this rank's own already there: nothing is copied before they travel.
     gathered = ctx.empty(32, 40, dtype=torch.float16)
@@ -183,6 +189,7 @@ def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_o
     assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
     ctx.barrier()
     ctx.free(gathered)
+    ctx.forget_calls()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

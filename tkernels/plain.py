@@ -8,6 +8,8 @@ an all_gather_matmul of 16384x3584x8192 in tf32 takes 1362 us so instead of 2043
 2048x8192x4096 280 instead of 331 (bench/LOG.md, 2026-11-29, with torch's products).
 """
 
+from collections.abc import Callable
+
 import torch
 
 from tkernels.comm import collectives
@@ -19,6 +21,7 @@ from tkernels.gemm import Matmul, Scales, check_result, plan_finish
 from tkernels.model import takes_turns
 
 OWN_ROWS_BYTES = 16 << 20  # of partial sums
+KEPT_BYTES = 16 << 20  # of what a call makes on the way, which the workspace keeps for later ones; more is given back
 WAITING = 1  # SMs of the kernel that waits for copies, while products are made beside it
 
 
@@ -30,7 +33,8 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
     (rows, returned), (M, K) = (call.rows, call.return_gathered), (sum(call.rows), x.shape[1])
     if _takes_turns(ctx, call, x, K, landing_rows=M):
         return _plan_gather_in_turns(ctx, x, w, bias, out, gathered, call)
-    whole, whole_scales = _scratch(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
+    between = _between(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
+    whole, whole_scales = between()
     into = whole if not returned else whole_scales.new_empty((M, K), dtype=x.dtype) if gathered is None else gathered
     gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
     product = Matmul(call.activation, call.out_dtype, None, call.precision)
@@ -44,7 +48,7 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
         multiply = product.prepare(into, w, bias, out, Scales(whole_scales, scales.w))
 
     def run(x, w, bias, out, gathered, scales=None):
-        into = whole
+        into, whole_scales = between()
         if returned:
             into = x.new_empty((M, K)) if gathered is None else gathered
         if scales is None:
@@ -77,7 +81,8 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     multiply = Matmul(None, call.wire_dtype, None, call.precision)
     if separate and call.gather and M * N * call.wire_dtype.itemsize >= OWN_ROWS_BYTES:
         own_shape = call.rows[ctx.rank], N
-        partial, sums, own = _scratch(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
+        between = _between(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
+        partial, sums, own = between()
         scatter = collectives.ReduceScatter(call.rows, alone, out_dtype=torch.float32)
         gather = collectives.AllGather(call.rows, alone)
         reduce, gather = ctx.workspace().settled(
@@ -86,6 +91,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
         finish, multiply = plan_finish(sums, bias, call.activation, own), multiply.prepare(x, w, None, partial, scales)
 
         def run_in_parts(x, w, bias, out, scales=None):
+            partial, sums, own = between()
             multiply(x, w, None, partial, scales)
             reduce(partial, sums)
             finish(sums, bias, own)
@@ -93,7 +99,8 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
 
         return run_in_parts
 
-    partial, sums = _scratch(ctx, total, (shape if separate else (0,), torch.float32))
+    between = _between(ctx, total, (shape if separate else (0,), torch.float32))
+    partial, sums = between()
     finish = plan_finish(sums, bias, call.activation, y) if separate else None
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
     kind, rows = (collectives.AllReduce, None) if call.gather else (collectives.ReduceScatter, call.rows)
@@ -101,6 +108,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     multiply = multiply.prepare(x, w, None, partial, scales)
 
     def run(x, w, bias, out, scales=None):
+        partial, sums = between()
         multiply(x, w, None, partial, scales)
         if not separate:
             return reduce(partial, out)
@@ -172,7 +180,8 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     own = slice(first, first + call.rows[rank])
     mine = own if call.gather else slice(0, call.rows[rank])  # of the result
     y = x.new_empty(shape) if out is None else out
-    (partial,) = _scratch(ctx, ((M, N), torch.float32))
+    between = _between(ctx, ((M, N), torch.float32))
+    (partial,) = between()
     scattering = collectives.ReduceScatter(call.rows)
     # Where the partial sums land there is room for the sums as well.
     gathering = collectives.AllGather(call.rows, collectives.ALONE_PROGRAMS, collectives.BY_COPIES)
@@ -184,13 +193,12 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     product = Matmul(None, None, None, call.precision, spared=WAITING)
     multiply_own = product.prepare(x[own], w, None, partial[own])
     others = [(part, product.prepare(x[part], w, None, partial[part])) for part in _around(own, M)]
-    parts = [*landed[:rank], partial[own], *landed[rank + 1 :]]
     finishes = bias is not None or call.activation is not None
     finish = plan_finish(y[mine], bias, call.activation, y[mine]) if finishes else None
     lanes = Lanes(ctx)
 
     def run(x, w, bias, out):
-        y = x.new_empty(shape) if out is None else out
+        (partial,), y = between(), x.new_empty(shape) if out is None else out
         with lanes.open() as (here, beside, ahead):
             began = here.mark()
             for part, multiply in others:
@@ -199,7 +207,7 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
                 scatter(partial)
             with beside.behind(began):
                 multiply_own(x[own], w, None, partial[own])
-        total = y[mine]
+        total, parts = y[mine], [*landed[:rank], partial[own], *landed[rank + 1 :]]
         torch.add(*parts[:2], out=total)
         for part in parts[2:]:
             total.add_(part)
@@ -210,8 +218,14 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     return run
 
 
-def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Workspace tensors of these shapes and dtypes for one call, so that a captured call allocates only its result."""
+def _between(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> Callable[[], list[torch.Tensor]]:
+    """What returns a call's tensors of these shapes and dtypes: of the workspace, or new ones where they are large.
+
+    To allocate one takes the host 2 to 5 us, of 70 to 90 for a small call (bench/LOG.md, 2026-12-01).
+    """
     plan = Regions(**{str(number): each for number, each in enumerate(wanted)})
+    if plan.num_bytes > KEPT_BYTES:
+        return lambda: [torch.empty(shape, dtype=dtype, device=ctx.device) for shape, dtype in wanted]
     memory = ctx.workspace().reserve(scratch_bytes=plan.num_bytes).scratch
-    return [plan.view(memory, str(number)) for number in range(len(wanted))]
+    kept = [plan.view(memory, str(number)) for number in range(len(wanted))]
+    return lambda: kept
