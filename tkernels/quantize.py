@@ -295,7 +295,6 @@ class Quantize(NamedTuple):
     def prepare(self, x: torch.Tensor, gate: torch.Tensor | None):
         """The function of tensors like these that carries out the call."""
         self.check(x, gate)
-        q_like, scale_like = self.results(x.to("meta"))
         if x.numel() == 0:
             return self.by_torch
         if not _takes_fp8(x.device):
@@ -303,10 +302,10 @@ class Quantize(NamedTuple):
             return self.by_torch
         columns = x.shape[-1] if self.scale == "row" else x.numel()
         plan = self.plan(x, gate, columns)
-        run = plan(in_rows_of(x, columns), gate if gate is None else in_rows_of(gate, columns), q_like)
+        run = plan(in_rows_of(x, columns), gate if gate is None else in_rows_of(gate, columns), self.results(x)[0])
 
         def call(x, gate):
-            q, scale = torch.empty_like(q_like, device=x.device), torch.empty_like(scale_like, device=x.device)
+            q, scale = self.results(x)
             run(*(in_rows_of(each, columns) for each in (x, gate) if each is not None), q, scale)
             return q, scale
 
@@ -322,12 +321,11 @@ class Quantize(NamedTuple):
             return self.by_torch_and_factor
         loaded = [each for each in (x, gate) if each is not None]
         columns = x.numel() if all(each.is_contiguous() for each in loaded) else x.shape[-1]
-        q_like, scale_like = self.results(x.to("meta"))
         rows = (each if each is None else in_rows_of(each, columns) for each in (x, gate))
-        run = self.by_factor(*rows, q_like, largest)
+        run = self.by_factor(*rows, self.results(x)[0], largest)
 
         def call(x, gate, factor, largest):
-            q, scale = torch.empty_like(q_like, device=x.device), torch.empty_like(scale_like, device=x.device).view(1)
+            q, scale = x.new_empty(x.shape, dtype=self.dtype), factor.new_empty((1,))
             given = (factor,) if largest is None else (factor, largest)
             run(*(in_rows_of(each, columns) for each in (x, gate) if each is not None), *given, q, scale)
             return q, scale
@@ -370,7 +368,7 @@ class Quantize(NamedTuple):
         check_resolved("quantize", "gate", gate)
 
     def results(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and scale, without values, where x is."""
+        """q and scale, without values."""
         shape = (*x.shape[:-1], 1) if self.scale == "row" else ()
         return x.new_empty(x.shape, dtype=self.dtype), x.new_empty(shape, dtype=torch.float32)
 
@@ -531,7 +529,6 @@ def _plan_transpose(q: torch.Tensor, scale: torch.Tensor):
     (rows, columns), padded, block = q.shape, round_up(q.shape[0], 16), 64
     if q.numel() == 0 or not _takes_fp8(q.device):
         return transpose_reference
-    t_like = q.new_empty((columns, padded), device="meta")
     launch = PreparedLaunch(
         transpose_kernel, triton.cdiv(padded, block) * triton.cdiv(columns, block),
         varying=("q", "scale", "largest", "t"), q=q, scale=scale, scale_stride=int(scale.numel() > 1), largest=scale,
@@ -539,7 +536,7 @@ def _plan_transpose(q: torch.Tensor, scale: torch.Tensor):
     )  # fmt: skip
 
     def call(q, scale):
-        t, largest = torch.empty_like(t_like, device=q.device), scale.amax()
+        t, largest = q.new_empty((columns, padded)), scale.amax()
         launch(q.contiguous(), scale.contiguous(), largest, t)
         return t, largest
 
