@@ -777,7 +777,7 @@ def test_column_parallel_linear_and_its_kin_refuse_wrong_arguments_by_name(ctx):
         RowParallelLinear(4, 4, sequence_parallel=True, input_is_parallel=False, mesh=ctx)
     with pytest.raises(ValueError, match="gather_output=True takes partition_stride=1"):
         ColumnParallelLinear(4, 4, gather_output=True, partition_stride=2, mesh=ctx)
-    with pytest.raises(ValueError, match="activation='tanh' is unknown; use relu, .* or swiglu"):
+    with pytest.raises(ValueError, match="activation='tanh' is unknown; use relu, .*, swiglu, .* or reglu"):
         ParallelMLP(4, 4, "tanh", mesh=ctx)
 
     for error, message, wrong in (  # on one rank alone, while the other makes a layer
