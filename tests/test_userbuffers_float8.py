@@ -208,10 +208,12 @@ def test_quantizers_refuse_by_name_what_they_cannot_use():
         (lambda: te.Float8Quantizer(one.double(), one, E4M3), "scale is torch.float64 .*, but both must be float32"),
         *((lambda amax=amax: te.Float8Quantizer(one, amax, E4M3), "amax is written to, but wants a gradient or")
           for amax in (one.clone().requires_grad_(), one.expand(3))),
+        (lambda: te.Float8Quantizer(one, one.to("meta"), E4M3)(one), "scale on cpu and amax on meta, but all must be"),
         *((lambda make=make, wrong=wrong: make()(wrong), message)
           for make in (lambda: te.Float8Quantizer(one, one, E4M3), lambda: te.Float8CurrentScalingQuantizer(E4M3))
           for wrong, message in (([1.0], r"tensor=\[1.0\] must be a tensor"), (one.long(), "tensor is torch.int64"),
                                  (one.to(E4M3), "tensor is torch.float8_e4m3fn, but"),
+                                 (one.double(), "tensor is torch.float64, but"), (one[0], "tensor is a scalar, but"),
                                  (one.to_sparse(), "tensor must be a strided tensor"))),
     ]  # fmt: skip
     for wrong, message in refused:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import tkernels
 from tkernels.comm import capture
 from tkernels.comm.arguments import check_dense, check_type, whole
+from tkernels.configs import DTYPES
 from tkernels.layers.tensor_parallel.activations import parts_of
 from tkernels.layers.tensor_parallel.float8 import Copies, Float8Tensor, Recipe, weights
 from tkernels.layers.userbuffers.defaults import boolean
@@ -275,10 +276,12 @@ def check_quantizer(where: str, quantizer):
 
 
 def _values(where: str, tensor) -> torch.Tensor:
-    """The tensor that a quantizer was called with. Raises TypeError for what it can't quantize."""
+    """The tensor that a quantizer was called with. Raises TypeError or ValueError for what it can't quantize."""
     check_dense(where, tensor=tensor)
-    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+    if tensor.dtype not in DTYPES:
         raise TypeError(f"{where}: tensor is {tensor.dtype}, but must be float32, float16 or bfloat16")
+    if tensor.dim() == 0:
+        raise ValueError(f"{where}: tensor is a scalar, but must have a dimension")
     return tensor.detach()
 
 
@@ -302,6 +305,11 @@ class Float8Quantizer:
 
     def __call__(self, tensor: torch.Tensor) -> Float8Tensor:
         x = _values("Float8Quantizer", tensor)
+        if not x.device == self.scale.device == self.amax.device:
+            raise ValueError(
+                f"Float8Quantizer: tensor is on {x.device}, scale on {self.scale.device} and amax on "
+                f"{self.amax.device}, but all must be on one device"
+            )
         largest = self.amax.view(-1)[:1]
         if x.numel():
             largest.zero_()
