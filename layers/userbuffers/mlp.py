@@ -18,7 +18,7 @@ from tkernels.layers.userbuffers.linear import (
     refuse,
 )
 
-# By TransformerEngine's names those that others have too, by ParallelMLP's.
+# TransformerEngine's names of the activations that ParallelMLP has too: that one's names.
 SHARED = {
     "gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "geglu": "geglu_tanh", "reglu": "reglu", "swiglu": "swiglu",
 }  # fmt: skip
