@@ -332,7 +332,8 @@ def _fp8_cases() -> list[Case]:
     for dtype in ("bfloat16", "float32"):
         cases.append(Case("quantize", dtype, "by_factor", shape=(1024, 1, 16384)))
     cases.append(Case("quantize", label="by_factor_gated", shape=(1024, 1, 16384), activation="gelu_tanh"))
-    cases.append(Case("next_factor", label="1024", shape=(1, 1, 1024)))
+    for length in (1024, 8192):
+        cases.append(Case("next_factor", label=str(length), shape=(1, 1, length)))
     return cases
 
 

@@ -611,7 +611,7 @@ def test_linear_in_float8_moves_bytes_and_scales_by_what_came_before(ctx):
         largest = x.detach().abs().max().float()
         history = scaling.histories["input"]
         assert torch.equal(history.amax, torch.stack([2 * largest, 4 * largest]))
-        assert torch.equal(history.scale, torch.full((1,), 448.0, device=ctx.device) / (4 * largest) / 2)
+        assert torch.equal(history.factor, torch.full((1,), 448.0, device=ctx.device) / (4 * largest) / 2)
         assert scaling.scaling.recipe.gradient == E5M2 and not scaling.scaling.recipe.fast_accum_backward
         assert scaling.scaling.recipe.fast_accum
         with pytest.raises(
@@ -677,7 +677,7 @@ def test_linear_in_float8_may_be_captured_at_its_first_call():
         x.fill_(value)
         graph.replay()
     history = next(each.histories["input"] for each in layer._float8.values() if each.histories)
-    assert history.amax.tolist() == [4.0, 2.0, 1.0, 0.0] and history.scale.item() == 448 / 4
+    assert history.amax.tolist() == [4.0, 2.0, 1.0, 0.0] and history.factor.item() == 448 / 4
     assert decibels(y, x.double() @ layer.weight.double().t()) > 22
 
 

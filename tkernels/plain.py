@@ -33,8 +33,8 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
     (rows, returned), (M, K) = (call.rows, call.return_gathered), (sum(call.rows), x.shape[1])
     if _takes_turns(ctx, call, x, K, landing_rows=M):
         return _plan_gather_in_turns(ctx, x, w, bias, out, gathered, call)
-    between = _between(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
-    whole, whole_scales = between()
+    intermediates = _intermediates(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
+    whole, whole_scales = intermediates()
     into = whole if not returned else whole_scales.new_empty((M, K), dtype=x.dtype) if gathered is None else gathered
     gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
     product = Matmul(call.activation, call.out_dtype, None, call.precision)
@@ -48,7 +48,7 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, call, scales
         multiply = product.prepare(into, w, bias, out, Scales(whole_scales, scales.w))
 
     def run(x, w, bias, out, gathered, scales=None):
-        into, whole_scales = between()
+        into, whole_scales = intermediates()
         if returned:
             into = x.new_empty((M, K)) if gathered is None else gathered
         if scales is None:
@@ -81,8 +81,8 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     multiply = Matmul(None, call.wire_dtype, None, call.precision)
     if separate and call.gather and M * N * call.wire_dtype.itemsize >= OWN_ROWS_BYTES:
         own_shape = call.rows[ctx.rank], N
-        between = _between(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
-        partial, sums, own = between()
+        intermediates = _intermediates(ctx, total, (own_shape, torch.float32), (own_shape, out_dtype))
+        partial, sums, own = intermediates()
         scatter = collectives.ReduceScatter(call.rows, alone, out_dtype=torch.float32)
         gather = collectives.AllGather(call.rows, alone)
         reduce, gather = ctx.workspace().settled(
@@ -91,7 +91,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
         finish, multiply = plan_finish(sums, bias, call.activation, own), multiply.prepare(x, w, None, partial, scales)
 
         def run_in_parts(x, w, bias, out, scales=None):
-            partial, sums, own = between()
+            partial, sums, own = intermediates()
             multiply(x, w, None, partial, scales)
             reduce(partial, sums)
             finish(sums, bias, own)
@@ -99,8 +99,8 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
 
         return run_in_parts
 
-    between = _between(ctx, total, (shape if separate else (0,), torch.float32))
-    partial, sums = between()
+    intermediates = _intermediates(ctx, total, (shape if separate else (0,), torch.float32))
+    partial, sums = intermediates()
     finish = plan_finish(sums, bias, call.activation, y) if separate else None
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
     kind, rows = (collectives.AllReduce, None) if call.gather else (collectives.ReduceScatter, call.rows)
@@ -108,7 +108,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, call, scales=None):
     multiply = multiply.prepare(x, w, None, partial, scales)
 
     def run(x, w, bias, out, scales=None):
-        partial, sums = between()
+        partial, sums = intermediates()
         multiply(x, w, None, partial, scales)
         if not separate:
             return reduce(partial, out)
@@ -180,8 +180,8 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     own = slice(first, first + call.rows[rank])
     mine = own if call.gather else slice(0, call.rows[rank])  # of the result
     y = x.new_empty(shape) if out is None else out
-    between = _between(ctx, ((M, N), torch.float32))
-    (partial,) = between()
+    intermediates = _intermediates(ctx, ((M, N), torch.float32))
+    (partial,) = intermediates()
     scattering = collectives.ReduceScatter(call.rows)
     # Where the partial sums land there is room for the sums as well.
     gathering = collectives.AllGather(call.rows, collectives.ALONE_PROGRAMS, collectives.BY_COPIES)
@@ -198,7 +198,7 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     lanes = Lanes(ctx)
 
     def run(x, w, bias, out):
-        (partial,), y = between(), x.new_empty(shape) if out is None else out
+        (partial,), y = intermediates(), x.new_empty(shape) if out is None else out
         with lanes.open() as (here, beside, ahead):
             began = here.mark()
             for part, multiply in others:
@@ -218,10 +218,10 @@ def _plan_reduction_in_turns(ctx: Context, x, w, bias, out, call):
     return run
 
 
-def _between(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> Callable[[], list[torch.Tensor]]:
+def _intermediates(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> Callable[[], list[torch.Tensor]]:
     """What returns a call's tensors of these shapes and dtypes: of the workspace, or new ones where they are large.
 
-    To allocate one takes the host 2 to 5 us, of 70 to 90 for a small call (bench/LOG.md, 2026-12-01).
+    To allocate one takes the host some us of the 70 that a small call takes (bench/LOG.md, 2026-12-01).
     """
     plan = Regions(**{str(number): each for number, each in enumerate(wanted)})
     if plan.num_bytes > KEPT_BYTES:

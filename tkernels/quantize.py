@@ -223,14 +223,16 @@ def next_factor_kernel(
 
     A history without any magnitude leaves the factor as it is.
     """
-    place, found = tl.load(at), tl.load(largest)
-    tl.store(history + place, found)
-    tl.store(largest, 0.0)
-    tl.store(at, (place + 1) % length)
+    place, newest = tl.load(at), tl.load(largest)
+    found = newest
     for first in range(0, length, BLOCK):
         each = first + tl.arange(0, BLOCK)
         others = tl.load(history + each, mask=(each < length) & (each != place), other=0.0)
         found = tl.maximum(found, tl.max(others, 0))
+    tl.debug_barrier()  # all warps have read what one of them writes now
+    tl.store(history + place, newest)
+    tl.store(largest, 0.0)
+    tl.store(at, (place + 1) % length)
     if found > 0.0:
         tl.store(factor, tl.minimum(tl.div_rn(MOST, found) * SHARE, LARGEST))
 
@@ -292,55 +294,34 @@ class Quantize(NamedTuple):
     power_of_two: bool
     activation: str | None = None
 
-    def prepare(self, x: torch.Tensor, gate: torch.Tensor | None):
-        """The function of tensors like these that carries out the call."""
+    def prepare(self, x: torch.Tensor, gate: torch.Tensor | None, *given: torch.Tensor | None):
+        """The function of tensors like these that carries out the call. given: quantize_by's factor and `largest`."""
         self.check(x, gate)
         if x.numel() == 0:
             return self.by_torch
         if not _takes_fp8(x.device):
             _say_slow(str(x.device))
             return self.by_torch
-        columns = x.shape[-1] if self.scale == "row" else x.numel()
-        plan = self.plan(x, gate, columns)
-        run = plan(in_rows_of(x, columns), gate if gate is None else in_rows_of(gate, columns), self.results(x)[0])
-
-        def call(x, gate):
-            q, scale = self.results(x)
-            run(*(in_rows_of(each, columns) for each in (x, gate) if each is not None), q, scale)
-            return q, scale
-
-        return call
-
-    def prepare_by(self, x: torch.Tensor, gate: torch.Tensor | None, factor: torch.Tensor, largest):
-        """The same by a factor that is given."""
-        self.check(x, gate)
-        if x.numel() == 0:
-            return self.by_torch_and_factor
-        if not _takes_fp8(x.device):
-            _say_slow(str(x.device))
-            return self.by_torch_and_factor
-        loaded = [each for each in (x, gate) if each is not None]
-        columns = x.numel() if all(each.is_contiguous() for each in loaded) else x.shape[-1]
+        in_one = not given or all(each is None or each.is_contiguous() for each in (x, gate))
+        columns = x.numel() if self.scale == "tensor" and in_one else x.shape[-1]
+        plan = self.by_factor if given else self.plan(x, gate, columns)
         rows = (each if each is None else in_rows_of(each, columns) for each in (x, gate))
-        run = self.by_factor(*rows, self.results(x)[0], largest)
+        run = plan(*rows, self.results(x)[0], *given)
 
-        def call(x, gate, factor, largest):
-            q, scale = x.new_empty(x.shape, dtype=self.dtype), factor.new_empty((1,))
-            given = (factor,) if largest is None else (factor, largest)
-            run(*(in_rows_of(each, columns) for each in (x, gate) if each is not None), *given, q, scale)
+        def call(x, gate, *given):
+            q, scale = self.results(x)
+            rows = (in_rows_of(each, columns) for each in (x, gate) if each is not None)
+            run(*rows, *(each for each in given if each is not None), q, scale)
             return q, scale
 
         return call
 
-    def values_by_torch(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    def by_torch(self, x: torch.Tensor, gate: torch.Tensor | None, *given: torch.Tensor | None):
         first = activation_reference(x if gate is None else gate, self.activation)
-        return first if gate is None else first * x
-
-    def by_torch(self, x: torch.Tensor, gate: torch.Tensor | None):
-        return quantize_reference(self.values_by_torch(x, gate), self.scale, self.dtype, self.power_of_two)
-
-    def by_torch_and_factor(self, x: torch.Tensor, gate: torch.Tensor | None, factor, largest):
-        return quantize_by_reference(self.values_by_torch(x, gate), factor, largest, self.dtype)
+        values = first if gate is None else first * x
+        if given:
+            return quantize_by_reference(values, *given, self.dtype)
+        return quantize_reference(values, self.scale, self.dtype, self.power_of_two)
 
     def check(self, x: torch.Tensor, gate: torch.Tensor | None):
         device = runtime.device()
@@ -410,10 +391,10 @@ class Quantize(NamedTuple):
 
         return run
 
-    def by_factor(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor, largest: torch.Tensor | None):
-        """The same, by a factor that is given and for `largest`, of which a program needs no more than its part."""
-        divided = self.divided(*x.shape)
-        return self.launch(quantize_by_kernel, len(x) * divided["parts"], x, gate, q=q, largest=largest, **divided)
+    def by_factor(self, x: torch.Tensor, gate: torch.Tensor | None, q: torch.Tensor, factor, largest):
+        """The same in one launch, by a factor that is given: of this too and, if there is one, of `largest`."""
+        given, divided = {"factor": factor, "largest": largest}, self.divided(*x.shape)
+        return self.launch(quantize_by_kernel, len(x) * divided["parts"], x, gate, q=q, **given, **divided)
 
     def divided(self, rows: int, columns: int) -> dict:
         """How rows are divided into parts, a program's each, for kernels of parts."""
@@ -428,7 +409,7 @@ class Quantize(NamedTuple):
         like = torch.empty(0, dtype=torch.float32, device="meta")
         arguments |= {"x": x, "x_stride": x.stride(0), "gate": gate}
         arguments["gate_stride"] = 0 if gate is None else gate.stride(0)
-        others = {"factor": like, "largest": like, "scale": like, "columns": x.shape[1]}
+        others = {"largest": like, "scale": like, "columns": x.shape[1]}
         others |= {"ACTIVATION": ACTIVATIONS[self.activation], "POWER_OF_TWO": self.power_of_two}
         others |= {"MOST": torch.finfo(self.dtype).max}
         arguments = {name: value for name, value in others.items() if name in kernel.arg_names} | arguments
@@ -441,13 +422,13 @@ def quantize_by(
     x: torch.Tensor, gate: torch.Tensor | None, factor: torch.Tensor, largest: torch.Tensor | None, dtype: torch.dtype,
     activation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(x * factor in FP8, 1 / factor [1]) in one pass, for a factor [1] in fp32 that was chosen before.
+    """(x * factor in FP8, 1 / factor []) in one pass, for a factor [1] in fp32 that was chosen before.
 
     What is larger than the format's largest number becomes that, infinity too; NaN stays NaN. largest: fp32, one
     element, is raised to the largest finite magnitude. gate, activation: as of `quantize`.
     """
     call = Quantize("tensor", dtype, False, activation)
-    return local_calls.call((quantize_by, *call), call.prepare_by, x, gate, factor, largest)
+    return local_calls.call((Quantize, *call), call.prepare, x, gate, factor, largest)
 
 
 def next_factor(
@@ -579,7 +560,7 @@ def quantize_by_reference(
     x, most = x.float(), torch.finfo(dtype).max
     if largest is not None and x.numel():
         largest.copy_(torch.maximum(largest, torch.where(x.isfinite(), x.abs(), 0).amax()))
-    return (x * factor).clamp_(-most, most).to(dtype).contiguous(), factor.reciprocal().view(1)
+    return (x * factor).clamp_(-most, most).to(dtype).contiguous(), factor.reciprocal().view(())
 
 
 def scale_reference(largest: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:

@@ -174,11 +174,11 @@ def _scaling(recipe) -> _Scaling:
 class History(NamedTuple):
     """Of delayed scaling, on the device, where CUDA graphs go on with it.
 
-    scale: by which the next values are multiplied. largest: of the values of this call. amax: of as many calls as the
-    history is long; the next one takes the place `at`.
+    factor: by which the next values are multiplied, TransformerEngine's scale. largest: of the values of this call.
+    amax: of as many calls as the history is long; the next one takes the place `at`.
     """
 
-    scale: torch.Tensor
+    factor: torch.Tensor
     largest: torch.Tensor
     amax: torch.Tensor
     at: torch.Tensor
@@ -204,12 +204,12 @@ class LayerScaling:
         recipe, length, margin = self.scaling
         if length is None:
             return recipe.quantize(x, dtype, activation)
-        if role not in self.histories or self.histories[role].scale.device != x.device:
+        if role not in self.histories or self.histories[role].factor.device != x.device:
             with capture.lasting(), capture.uncaptured():
                 self.histories[role] = History.of(length, x.device)
         history = self.histories[role]
         x, gate, activation = parts_of(x, activation)
-        quantized = quantize_by(x, gate, history.scale, history.largest, dtype, activation)
+        quantized = quantize_by(x, gate, history.factor, history.largest, dtype, activation)
         next_factor(*history, dtype, margin)
         return quantized
 
@@ -313,7 +313,8 @@ class Float8Quantizer:
         largest = self.amax.view(-1)[:1]
         if x.numel():
             largest.zero_()
-        return Float8Tensor(*quantize_by(x, None, self.scale.view(1), largest, self.dtype), x.dtype)
+        data, inverse = quantize_by(x, None, self.scale.view(1), largest, self.dtype)
+        return Float8Tensor(data, inverse.view(1), x.dtype)
 
 
 class Float8CurrentScalingQuantizer:

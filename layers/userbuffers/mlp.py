@@ -22,7 +22,7 @@ from tkernels.layers.userbuffers.linear import (
 SHARED = {
     "gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "geglu": "geglu_tanh", "reglu": "reglu", "swiglu": "swiglu",
 }  # fmt: skip
-KNOWN = "gelu", "relu", "silu", "qgelu", "srelu", "geglu", "reglu", "swiglu", "qgeglu"
+KNOWN = *SHARED, "qgelu", "srelu", "qgeglu"
 GATED = "geglu", "reglu", "swiglu", "qgeglu"  # which multiply by the second half of the features
 
 
